@@ -1,0 +1,94 @@
+"""Reading and writing files so that nothing is half-written and nothing unexpected is trusted."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from trtllm_mla.errors import UserError
+
+
+@contextmanager
+def atomic_directory(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """Yields a temporary directory that becomes ``path`` when the block ends without an exception.
+
+    Args:
+        path: The directory to make. Its parent is made if need be.
+        overwrite: Replace a directory that is there and not empty.
+
+    Raises:
+        UserError: ``path`` is a file, or a directory that is not empty and ``overwrite`` is not set.
+    """
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{path}: found a file, expected a directory to write to. Name another output directory.")
+    if path.is_dir() and any(path.iterdir()) and not overwrite:
+        raise UserError(f"{path}: the directory is not empty. Name another output directory, or pass --overwrite.")
+    path = path.resolve()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    try:
+        # mkdtemp makes directories for one user only; a finished directory has the usual permissions.
+        umask = os.umask(0)
+        os.umask(umask)
+        temporary.chmod(0o777 & ~umask)
+        yield temporary
+        if path.exists():
+            shutil.rmtree(path)
+        temporary.rename(path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yields a temporary path beside ``path`` that replaces it when the block ends without an exception."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        umask = os.umask(0)
+        os.umask(umask)
+        temporary.chmod(0o666 & ~umask)
+        yield temporary
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: object) -> None:
+    """Writes a value as indented JSON, atomically."""
+    with atomic_file(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path, *, max_bytes: int) -> dict[str, Any]:
+    """Reads a JSON object.
+
+    Args:
+        path: The file.
+        max_bytes: Size above which it is refused unread.
+
+    Raises:
+        UserError: The file is missing, too large, malformed, or holds no object.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: no such file.")
+    size = path.stat().st_size
+    if size > max_bytes:
+        raise UserError(f"{path}: found {size} bytes, expected at most {max_bytes}.")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"{path}: not valid JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: found a JSON {type(value).__name__}, expected an object.")
+    return value
