@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args
@@ -19,6 +20,7 @@ KvCacheDType = Literal["auto", "bf16", "fp16", "fp32"]
 BackendName = Literal["tensorrt-rtx", "tensorrt"]
 
 MAX_CONFIG_BYTES = 1 << 20
+MAX_PROBLEMS = 3  # named in one message
 _CACHE_DTYPES = {"bf16": DType.BFLOAT16, "fp16": DType.FLOAT16, "fp32": DType.FLOAT32}
 
 _Positive = Annotated[int, Field(gt=0, strict=True)]
@@ -174,7 +176,11 @@ def parse_config(values: object, model: type[_Model], *, source: str) -> _Model:
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise UserError(f"{source}: {'; '.join(_describe(item, model) for item in error.errors())}.") from None
+        items = error.errors()
+        problems = [_describe(item, model) for item in items[:MAX_PROBLEMS]]
+        if len(items) > MAX_PROBLEMS:
+            problems.append(f"and {len(items) - MAX_PROBLEMS} more problems")
+        raise UserError(f"{source}: {'; '.join(problems)}.") from None
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
@@ -190,7 +196,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except (UnicodeDecodeError, json.JSONDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         kind = "TOML" if path.suffix == ".toml" else "JSON"
         raise UserError(f"{path}: not valid {kind}: {error}.") from None
     if not isinstance(values, dict):
@@ -200,24 +206,29 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 def _describe(error: Any, model: type[BaseModel]) -> str:
     """One pydantic error as 'key: found X, expected Y'."""
-    where = ".".join(str(part) for part in error["loc"])
+    where = ".".join(part if (part := str(item)).isprintable() else repr(part) for item in error["loc"])[:200]
     kind, found = error["type"], error.get("input")
     if kind == "extra_forbidden":
-        return f"{where}: unknown key; the keys here are {', '.join(_keys_at(model, error['loc'][:-1]))}"
+        keys = _keys_at(model, error["loc"][:-1])
+        return f"{where}: unknown key" + (f"; the keys here are {', '.join(keys)}" if keys else "")
     if kind == "missing":
         return f"{where}: missing; add this key"
     if kind == "value_error":
         message = str(error["ctx"]["error"])
         return f"{where}.{message}" if where else message
     message = error["msg"][0].lower() + error["msg"][1:]
-    return f"{where}: found {found!r}, expected: {message.removeprefix('input should be ')}"
+    return f"{where}: found {reprlib.repr(found)}, expected: {message.removeprefix('input should be ')}"
 
 
 def _keys_at(model: type[BaseModel], location: tuple[str | int, ...]) -> list[str]:
+    """Keys of the model at a location; none where the location leads through a list or a free-form table."""
     for part in location:
-        annotation = model.model_fields[str(part)].annotation
-        candidates = (annotation, *get_args(annotation))
-        model = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
+        field = model.model_fields.get(str(part))
+        candidates = (field.annotation, *get_args(field.annotation)) if field else ()
+        models = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+        if not models:
+            return []
+        model = models[0]
     return list(model.model_fields)
 
 

@@ -87,7 +87,7 @@ def read_json(path: Path, *, max_bytes: int) -> dict[str, Any]:
         raise UserError(f"{path}: found {size} bytes, expected at most {max_bytes}.")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON: {error}.") from None
     if not isinstance(value, dict):
         raise UserError(f"{path}: found a JSON {type(value).__name__}, expected an object.")

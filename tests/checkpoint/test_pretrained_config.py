@@ -1,0 +1,179 @@
+"""``pretrained_config``: TensorRT-LLM's keys, an exact round trip, and strict reading."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trtllm_mla.checkpoint.pretrained_config import from_pretrained_config, to_pretrained_config
+from trtllm_mla.checkpoint.spec import ModelSpec, RopeSpec
+from trtllm_mla.dtypes import DType
+from trtllm_mla.errors import UserError
+
+SPEC = ModelSpec(
+    model_type="deepseek_v3",
+    hf_architecture="DeepseekV3ForCausalLM",
+    dtype=DType.BFLOAT16,
+    vocab_size=129280,
+    hidden_size=7168,
+    intermediate_size=18432,
+    num_hidden_layers=61,
+    num_attention_heads=128,
+    q_lora_rank=1536,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    softmax_scale=0.1352337788608801,
+    rms_norm_eps=1e-6,
+    latent_norm_eps=1e-6,
+    hidden_act="silu",
+    attention_bias=False,
+    tie_word_embeddings=False,
+    max_position_embeddings=163840,
+    rope=RopeSpec(
+        dim=64,
+        theta=10000.0,
+        rope_type="yarn",
+        interleaved=True,
+        factor=40.0,
+        original_max_position_embeddings=4096,
+    ),
+    bos_token_id=0,
+    eos_token_ids=(1,),
+)
+
+positive = st.floats(1e-6, 1e6)
+dimensions = st.integers(1, 1 << 20)
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> ModelSpec:
+    half = draw(st.integers(1, 64))
+    rope_type = draw(st.sampled_from(["default", "linear", "yarn"]))
+    rope = RopeSpec(2 * half, draw(st.floats(1.5, 1e9)), rope_type, draw(st.booleans()))
+    if rope_type == "linear":
+        rope = dataclasses.replace(rope, factor=draw(positive))
+    if rope_type == "yarn":
+        rope = dataclasses.replace(
+            rope,
+            factor=draw(positive),
+            original_max_position_embeddings=draw(dimensions),
+            beta_fast=draw(positive),
+            beta_slow=draw(positive),
+            truncate=draw(st.booleans()),
+            attention_factor=draw(positive),
+        )
+    return dataclasses.replace(
+        SPEC,
+        model_type=draw(st.sampled_from(["deepseek_v3", "youtu"])),
+        dtype=draw(st.sampled_from(list(DType))),
+        q_lora_rank=draw(st.none() | dimensions),
+        kv_lora_rank=draw(dimensions),
+        qk_rope_head_dim=2 * half,
+        softmax_scale=draw(positive),
+        rms_norm_eps=draw(st.floats(1e-12, 0.1)),
+        latent_norm_eps=draw(st.floats(1e-12, 0.1)),
+        attention_bias=draw(st.booleans()),
+        tie_word_embeddings=draw(st.booleans()),
+        rope=rope,
+        bos_token_id=draw(st.none() | st.integers(0, 1000)),
+        eos_token_ids=tuple(draw(st.lists(st.integers(0, 1000), max_size=3))),
+    )
+
+
+@given(specs())
+def test_round_trip_through_json_is_exact(spec: ModelSpec) -> None:
+    assert from_pretrained_config(json.loads(json.dumps(to_pretrained_config(spec))), source="test") == spec
+
+
+def test_keys_that_tensorrt_llm_reads() -> None:
+    config = to_pretrained_config(SPEC)
+    expected = {
+        "architecture": "DeepseekV3ForCausalLM",
+        "dtype": "bfloat16",
+        "logits_dtype": "float32",
+        "vocab_size": 129280,
+        "num_key_value_heads": 1,
+        "head_size": 576,
+        "hidden_act": "swiglu",
+        "norm_epsilon": 1e-6,
+        "position_embedding_type": "rope_gpt_neox",
+        "rotary_base": 10000.0,
+        "mapping": {"world_size": 1, "tp_size": 1, "pp_size": 1, "moe_tp_size": 1, "moe_ep_size": 1},
+        "quantization": {"quant_algo": None, "kv_cache_quant_algo": None},
+    }
+    assert {name: config[name] for name in expected} == expected
+    assert config["rotary_scaling"]["type"] == "yarn"
+    assert config["rotary_scaling"]["factor"] == 40.0
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("unknown", 1),
+        ("num_key_value_heads", 128),
+        ("head_size", 575),
+        ("vocab_size", -1),
+        ("vocab_size", "129280"),
+        ("hidden_size", 1 << 30),
+        ("hidden_act", "gelu"),
+        ("dtype", "float8"),
+        ("softmax_scale", 0),
+        ("softmax_scale", float("nan")),
+        ("norm_epsilon", float("inf")),
+        ("architecture", "a b"),
+        ("model_type", "llama"),
+        ("rotary_scaling", {"type": "yarn"}),
+        ("rotary_scaling", "yarn"),
+        ("mapping", {"world_size": 2}),
+        ("mapping", {"cp_size": 1}),
+        ("quantization", {"quant_algo": "FP8", "kv_cache_quant_algo": None}),
+        ("eos_token_id", 1),
+        ("tie_word_embeddings", "no"),
+    ],
+)
+def test_unusable_value(key: str, value: object) -> None:
+    config = to_pretrained_config(SPEC) | {key: value}
+    with pytest.raises(UserError, match=key.split("_")[0]) as caught:
+        from_pretrained_config(config, source="network/config.json")
+    assert str(caught.value).startswith("network/config.json: ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "softmax_scale", "rotary_scaling", "q_lora_rank", "rope_interleave"])
+def test_missing_key(key: str) -> None:
+    config = to_pretrained_config(SPEC)
+    del config[key]
+    with pytest.raises(UserError, match=f"{key}: missing"):
+        from_pretrained_config(config, source="test")
+
+
+@pytest.mark.parametrize("key", ["original_max_position_embeddings", "truncate"])
+def test_yarn_needs_its_keys(key: str) -> None:
+    config: dict[str, Any] = to_pretrained_config(SPEC)
+    config["rotary_scaling"][key] = None
+    with pytest.raises(UserError, match=key):
+        from_pretrained_config(config, source="test")
+
+
+def test_odd_rotary_dimension() -> None:
+    config = to_pretrained_config(SPEC) | {"qk_rope_head_dim": 63, "head_size": 575}
+    with pytest.raises(UserError, match="even"):
+        from_pretrained_config(config, source="test")
+
+
+@pytest.mark.parametrize("values", [None, [], "x", 3])
+def test_not_a_table(values: object) -> None:
+    with pytest.raises(UserError):
+        from_pretrained_config(values, source="test")
+
+
+def test_activation_without_a_name() -> None:
+    with pytest.raises(ValueError, match="hidden_act"):
+        to_pretrained_config(dataclasses.replace(SPEC, hidden_act="gelu"))

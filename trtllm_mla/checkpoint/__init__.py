@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints: config, tensors, and where each network weight comes from."""
