@@ -112,9 +112,13 @@ def make_checkpoint(
     else:
         model = YoutuForCausalLM._from_config(YoutuConfig(**values), attn_implementation="eager")
     _randomise(model, seed)
-    stored = getattr(torch, dtype)
-    model.to(stored).save_pretrained(directory, max_shard_size=max_shard_size)
-    return HfCheckpoint(directory, model.to(torch.float32).eval())
+    # Only weights are stored: the rotary frequencies, which are buffers, must not be rounded with them.
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=max_shard_size)
+    model.to(torch.float32)
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+    return HfCheckpoint(directory, model.eval())
 
 
 def _randomise(model: nn.Module, seed: int) -> None:

@@ -1,0 +1,32 @@
+"""ONNX function body of GatherLatent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from trtllm_mla.ops.definition import Attribute, BodyTypes
+from trtllm_mla.ops.functions import build_body_function, int_attribute, slot_index
+
+if TYPE_CHECKING:
+    import onnx_ir
+
+# Legend: K keys, P pages, S page_size, W width of a cached row
+
+
+def build_body(types: BodyTypes, attributes: Mapping[str, Attribute]) -> onnx_ir.Function:
+    """Makes the function: one gather of whole rows, conversion to the network's type, split.
+
+    Args:
+        types: Types of network and cache.
+        attributes: ``kv_lora_rank`` and ``rope_dim``.
+    """
+
+    def trace(op: Any, latent_cache_PSW: Any, kv_slots_K: Any) -> Any:
+        rows_KW = op.GatherND(latent_cache_PSW, slot_index(op, kv_slots_K, latent_cache_PSW))
+        sizes = op.Concat(int_attribute(op, "kv_lora_rank"), int_attribute(op, "rope_dim"), axis=0)
+        return op.Split(op.Cast(rows_KW, to=types.model_dtype.onnx), sizes, axis=-1, _outputs=2)
+
+    return build_body_function(
+        "GatherLatent", trace, {"latent_cache": types.cache_dtype, "kv_slots": "int32"}, attributes
+    )

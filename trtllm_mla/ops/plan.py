@@ -1,0 +1,144 @@
+"""Launch plans: what an operation runs, as data.
+
+A plan holds integers, floats and names only, so it can be executed by the interpreter, by a plugin that launches
+cubins, or be written to a file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+
+WORKSPACE_ALIGNMENT = 256
+MAX_INT32 = 2**31 - 1
+# Largest grids that CUDA launches: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+MAX_GRID = (MAX_INT32, 65535, 65535)
+ITEMSIZES = {"fp32": 4, "i32": 4, "fp16": 2, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class KernelVariant:
+    """One compilation of a Triton kernel.
+
+    Attributes:
+        op: Name of the operation whose ``kernels`` module holds it.
+        kernel: Name of the kernel function.
+        signature: Name and Triton type of each run-time parameter, in order: ``*bf16``, ``i32``, ``fp32``, ...
+        constants: Name and value of each ``tl.constexpr`` parameter, but for ``INTERPRET``, which every kernel has
+            as its last parameter and whoever runs it sets.
+        num_warps: Warps of a block.
+        num_stages: Software pipelining depth.
+    """
+
+    op: str
+    kernel: str
+    signature: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, int | bool], ...]
+    num_warps: int
+    num_stages: int
+
+    @property
+    def key(self) -> str:
+        """A name that is the same for equal variants and no others, fit for a file name."""
+        text = json.dumps(asdict(self), sort_keys=True)
+        return f"{self.kernel}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+@dataclass(frozen=True)
+class TensorArgument:
+    """Address of an input or output of the operation.
+
+    Attributes:
+        name: Its name in the contract.
+    """
+
+    name: str
+
+
+@dataclass(frozen=True)
+class WorkspaceArgument:
+    """Address inside the workspace.
+
+    Attributes:
+        offset: Bytes from its start, a multiple of ``WORKSPACE_ALIGNMENT``.
+        dtype: Triton element type of what lies there, for example ``fp32``.
+        elements: How many of them.
+    """
+
+    offset: int
+    dtype: str
+    elements: int
+
+
+@dataclass(frozen=True)
+class ScalarArgument:
+    """A number.
+
+    Attributes:
+        value: The number; its type is the parameter's.
+    """
+
+    value: int | float
+
+
+Argument = TensorArgument | WorkspaceArgument | ScalarArgument
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch.
+
+    Attributes:
+        variant: What to launch.
+        grid: Blocks along x, y and z, each at least 1.
+        arguments: One for each run-time parameter of the variant's signature, in order.
+    """
+
+    variant: KernelVariant
+    grid: tuple[int, int, int]
+    arguments: tuple[Argument, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.arguments) != len(self.variant.signature):
+            raise ValueError(
+                f"{self.variant.kernel}: found {len(self.arguments)} arguments, expected {len(self.variant.signature)}"
+            )
+        if not all(1 <= blocks <= limit for blocks, limit in zip(self.grid, MAX_GRID, strict=True)):
+            raise ValueError(f"{self.variant.kernel}: found grid {self.grid}, expected 1 to {MAX_GRID}")
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """Launches to run one after the other on one stream. Empty where there is nothing to do.
+
+    Attributes:
+        launches: The launches.
+        workspace_bytes: Scratch memory they share; its content before the first launch is arbitrary.
+    """
+
+    launches: tuple[Launch, ...]
+    workspace_bytes: int = 0
+
+
+class WorkspaceLayout:
+    """Hands out aligned parts of a workspace while a plan is made."""
+
+    def __init__(self) -> None:
+        self.size = 0
+
+    def reserve(self, dtype: str, elements: int) -> WorkspaceArgument:
+        """Reserves room for ``elements`` of a Triton element type and returns its place."""
+        offset = self.size
+        self.size += ceil_div(elements * ITEMSIZES[dtype], WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+        return WorkspaceArgument(offset, dtype, elements)
+
+
+def ceil_div(value: int, divisor: int) -> int:
+    """The quotient, rounded up."""
+    return -(-value // divisor)
+
+
+def next_power_of_two(value: int) -> int:
+    """The smallest power of two that is at least ``value``, which is at least 1."""
+    return 1 << (value - 1).bit_length()
