@@ -25,6 +25,11 @@ class TextCodec:
 
     tokenizer: Tokenizer
 
+    @staticmethod
+    def exists(checkpoint: Path) -> bool:
+        """Whether a checkpoint directory has a tokenizer."""
+        return (checkpoint / FILE_NAME).is_file()
+
     @classmethod
     def load(cls, checkpoint: Path) -> TextCodec:
         """Loads the tokenizer of a checkpoint directory.
@@ -35,7 +40,7 @@ class TextCodec:
         from tokenizers import Tokenizer
 
         path = checkpoint / FILE_NAME
-        if not path.is_file():
+        if not cls.exists(checkpoint):
             raise UserError(
                 f"{path}: no such file; text needs the checkpoint's tokenizer. Copy {FILE_NAME} there, or pass token "
                 "ids with --input-ids."

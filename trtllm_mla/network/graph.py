@@ -1,0 +1,83 @@
+"""The decoder network: one graph for every runtime."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trtllm_mla.checkpoint.spec import ModelSpec
+from trtllm_mla.config import MlaPluginConfig
+from trtllm_mla.dtypes import DType
+from trtllm_mla.network.attention import latent_attention_block
+from trtllm_mla.network.builder import NetworkBuilder, Tensor
+from trtllm_mla.network.contract import LOGITS
+from trtllm_mla.network.mlp import gated_mlp
+from trtllm_mla.ops import DOMAIN
+from trtllm_mla.ops.functions import PLUGIN_ATTRIBUTES
+
+if TYPE_CHECKING:
+    import onnx_ir
+
+
+def build_network(
+    spec: ModelSpec, plugin: MlaPluginConfig, dtype: DType, *, num_layers: int, native: bool = False
+) -> onnx_ir.Model:
+    """Builds the network of a dense MLA decoder.
+
+    Inputs and outputs are those of ``network/contract.py``; weights are inputs too, named as in the checkpoint. The
+    residual stream has the network's type.
+
+    Args:
+        spec: The model.
+        plugin: Decides whether there is a generation group, and the cache's type.
+        dtype: Type of activations and weights.
+        num_layers: Layers to build, from the first.
+        native: Leave out the attributes that make TensorRT look for plugins, so that it inlines the function bodies.
+    """
+    net = NetworkBuilder(spec, dtype, plugin.cache_dtype(dtype), absorption=plugin.enable_matrix_absorption)
+    embedding = net.weight("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
+    hidden_TE = net.op.Gather(embedding, net.step["input_ids"])
+    for layer in range(num_layers):
+        hidden_TE = net.scoped(f"layers.{layer}", _decoder_layer, layer, hidden_TE)
+    net.output(net.scoped("head", _head, hidden_TE), LOGITS)
+    model = net.build()
+    if native:
+        strip_plugin_attributes(model)
+    return model
+
+
+def hidden_states(layer: int) -> str:
+    """Name of the residual stream [tokens, hidden_size] behind a layer, an intermediate value of the graph."""
+    return f"layers.{layer}/hidden_states"
+
+
+def strip_plugin_attributes(model: onnx_ir.Model) -> None:
+    """Removes, in place, what makes TensorRT look for plugins: it inlines the function bodies then."""
+    for function in model.functions.values():
+        for name in PLUGIN_ATTRIBUTES:
+            function.attributes.pop(name, None)
+    for node in model.graph:
+        if node.domain == DOMAIN:
+            for name in PLUGIN_ATTRIBUTES:
+                node.attributes.pop(name, None)
+
+
+def _decoder_layer(net: NetworkBuilder, layer: int, hidden_TE: Tensor) -> Tensor:
+    spec, op = net.spec, net.op
+    prefix = f"model.layers.{layer}"
+    attention_input = net.rms_norm(hidden_TE, f"{prefix}.input_layernorm", spec.hidden_size, spec.rms_norm_eps)
+    hidden_TE = op.Add(hidden_TE, latent_attention_block(net, layer, attention_input))
+    mlp_input = net.rms_norm(hidden_TE, f"{prefix}.post_attention_layernorm", spec.hidden_size, spec.rms_norm_eps)
+    hidden_TE = op.Add(hidden_TE, gated_mlp(net, layer, mlp_input))
+    hidden_TE.name = hidden_states(layer)
+    return hidden_TE
+
+
+def _head(net: NetworkBuilder, hidden_TE: Tensor) -> Tensor:
+    """Logits of the wanted rows only: fp32 [logit_rows, vocab_size]."""
+    import onnx_ir
+
+    spec, op = net.spec, net.op
+    rows = op.Gather(hidden_TE, net.step["last_token_ids"])
+    rows = net.rms_norm(rows, "model.norm", spec.hidden_size, spec.rms_norm_eps)
+    name = "model.embed_tokens" if spec.tie_word_embeddings else "lm_head"
+    return op.Cast(net.linear(rows, name, spec.vocab_size, spec.hidden_size), to=onnx_ir.DataType.FLOAT)
