@@ -6,6 +6,11 @@ from trtllm_mla.errors import UserError
 from trtllm_mla.files import atomic_directory, atomic_file, read_json, write_json
 
 
+def fail_after_writing(path: Path) -> None:
+    path.write_text("half")
+    raise RuntimeError
+
+
 def test_a_directory_appears_whole(tmp_path: Path) -> None:
     target = tmp_path / "deep" / "out"
     with atomic_directory(target) as temporary:
@@ -17,8 +22,7 @@ def test_a_directory_appears_whole(tmp_path: Path) -> None:
 
 def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), atomic_directory(tmp_path / "out") as temporary:
-        (temporary / "a").write_text("x")
-        raise RuntimeError
+        fail_after_writing(temporary / "a")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -50,8 +54,7 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     write_json(path, {"a": 1})
     with pytest.raises(RuntimeError), atomic_file(path) as temporary:
-        temporary.write_text("half")
-        raise RuntimeError
+        fail_after_writing(temporary)
     assert read_json(path, max_bytes=100) == {"a": 1}
     assert list(tmp_path.iterdir()) == [path]
 

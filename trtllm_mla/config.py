@@ -286,11 +286,14 @@ def check_tile(tile_s: int, num_stages: int, row_bytes: int, target: Target) -> 
 def largest_fitting_tile(
     row_bytes: int, target: Target, *, at_most: tuple[int, int] = (128, 8)
 ) -> tuple[int, int] | None:
-    """The (tile_s, num_stages) within ``at_most`` that fits and keeps the most bytes in flight, or None."""
+    """The (tile_s, num_stages) within ``at_most`` that fits and keeps the most bytes in flight, or None.
+
+    Among equals, one that loads a tile while it works on another comes first, then the larger tile.
+    """
     candidates = [
         (tile, stages)
         for tile in get_args(TileSize)
         for stages in range(1, at_most[1] + 1)
         if tile <= at_most[0] and tile_bytes(tile, stages, row_bytes) <= target.shared_memory_bytes
     ]
-    return max(candidates, key=lambda pair: (pair[0] * pair[1], pair[0]), default=None)
+    return max(candidates, key=lambda pair: (pair[0] * pair[1], min(pair[1], 2), pair[0]), default=None)

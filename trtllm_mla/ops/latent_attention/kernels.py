@@ -25,7 +25,7 @@ Safety
 import triton
 import triton.language as tl
 
-from trtllm_mla.ops.device_functions import dot, narrow, widen
+from trtllm_mla.ops.device_functions import add_scores, dot, narrow, widen
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -50,28 +50,6 @@ def _find_request(row_block, query_offsets, requests, blocks_per_request, HEADS:
             end = tl.where(begins_before, end, middle)
         first_block = (tl.load(query_offsets + request).to(tl.int64) * HEADS // BLOCK_M + request).to(tl.int32)
     return request, first_block
-
-
-@triton.jit
-def _add_scores(score_MN, q_MK, k_NK, INTERPRET: tl.constexpr):
-    """Returns score + q @ k^T.
-
-    In fp32 the products are summed 32 at a time and the sums pairwise: added up one by one, 576 products of unit
-    variance lose digits until softmax weights are off by 1e-6.
-    """
-    if q_MK.dtype != tl.float32:
-        return dot(q_MK, tl.trans(k_NK), score_MN, INTERPRET)
-    M: tl.constexpr = q_MK.shape[0]
-    N: tl.constexpr = k_NK.shape[0]
-    K: tl.constexpr = min(q_MK.shape[1], 32)
-    PARTS: tl.constexpr = q_MK.shape[1] // K
-    q_PMK = tl.permute(tl.reshape(q_MK, [M, PARTS, K]), [1, 0, 2])
-    k_PKN = tl.permute(tl.reshape(k_NK, [N, PARTS, K]), [1, 2, 0])
-    part_PMN = dot(q_PMK, k_PKN, tl.zeros([PARTS, M, N], tl.float32), INTERPRET)
-    for _ in tl.static_range(10):
-        if part_PMN.shape[0] > 1:
-            part_PMN = tl.sum(tl.reshape(part_PMN, [2, part_PMN.shape[0] // 2, M, N]), 0)
-    return score_MN + tl.reshape(part_PMN, [M, N])
 
 
 @triton.jit
@@ -174,8 +152,8 @@ def _attend(
             k_pe_NR = narrow(widen(k_pe_NR, INTERPRET), q_pe_MR.dtype, INTERPRET)
 
         score_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        score_MN = _add_scores(score_MN, q_pe_MR, k_pe_NR, INTERPRET)
-        score_MN = _add_scores(score_MN, q_latent_ML, latent_NL, INTERPRET)
+        score_MN = add_scores(score_MN, q_pe_MR, k_pe_NR, INTERPRET)
+        score_MN = add_scores(score_MN, q_latent_ML, latent_NL, INTERPRET)
         score_MN = tl.where((n_N[None, :] < (visible_M - start)[:, None]) & valid_N[None, :], score_MN, float("-inf"))
 
         # Scaled after the largest is subtracted: the rounding error is then relative to the difference.

@@ -144,8 +144,8 @@ def max_workspace_bytes(problem: Problem) -> int:
     """Bound of ``plan``'s workspace for all dynamic dimensions up to the problem's.
 
     More tokens can mean fewer splits, so the largest step need not have the largest workspace. Rows times splits are
-    at most 64 * tokens * heads, and, as no row block is full more than once, 4 * slots * BLOCK_M: with 132
-    multiprocessors and 64 rows of a latent of 512 in fp32, 69 MB.
+    at most 64 * tokens * heads, and at most 4 * slots * BLOCK_M, because row blocks hold all rows and the keys are
+    split only within 4 waves: with 132 multiprocessors and 64 rows of a latent of 512 in fp32, 69 MB.
     """
     dims = problem.dims
     rows = max(_MAX_WAVES * _slots(problem, block_m) * block_m for block_m in _row_blocks(problem))
@@ -166,9 +166,10 @@ def shared_memory_bytes(
 ) -> int:
     """Bound of the shared memory that Triton 3.9 gives to a block of the attention kernels.
 
-    The query block, the tiles in flight, the probabilities, and a tile in another type or, for fp32, another layout.
-    With a warpgroup's MMA (64 rows on sm_90 and sm_100) there are ``num_stages`` tiles in flight, otherwise one
-    fewer: there the next tile is fetched when this one has been read to registers.
+    The query block, the tiles in flight, the probabilities, and a tile's latents once more in another type where cache
+    and network differ, and once more in another layout where the network is fp32. With a warpgroup's MMA (64 rows on
+    sm_90 and sm_100) there are ``num_stages`` tiles in flight, otherwise one fewer: there the next tile is fetched
+    when this one has been read to registers.
 
     Args:
         block_m: Rows of a row block.
@@ -186,8 +187,8 @@ def shared_memory_bytes(
     total = block_m * width * model_dtype.itemsize
     total += block_n * tiles * width * cache_dtype.itemsize
     total += block_m * block_n * model_dtype.itemsize
-    if model_dtype is DType.FLOAT32 or model_dtype != cache_dtype:
-        total += block_n * width * model_dtype.itemsize
+    copies = (model_dtype is DType.FLOAT32) + (model_dtype != cache_dtype)
+    total += copies * block_n * _padded(kv_lora_rank) * model_dtype.itemsize
     return total + _SHARED_MEMORY_SLACK
 
 
@@ -264,7 +265,7 @@ def _pipeline_depth(num_stages: int) -> int:
 
 def _fp32_block_n(kv_lora_rank: int) -> int:
     """Keys of a tile of an fp32 network: what its products, scalar code without TF32, have registers for."""
-    return min(128, 16 * max(1, 512 // _padded(kv_lora_rank)))
+    return min(64, 16 * max(1, 512 // _padded(kv_lora_rank)))
 
 
 def _tile(problem: Problem) -> tuple[int, int]:
@@ -281,7 +282,7 @@ def _uses_warpgroup_mma(block_m: int, model_dtype: DType, target: Target) -> boo
 
 def _row_block_sizes(model_dtype: DType) -> tuple[int, ...]:
     # fp32 products have no MMA without TF32: they run as scalar code, which needs registers for its operands too.
-    return (8, 16) if model_dtype is DType.FLOAT32 else (16, 32, 64)
+    return (4, 8, 16) if model_dtype is DType.FLOAT32 else (16, 32, 64)
 
 
 def _shared_memory(problem: Problem, block_m: int) -> int:

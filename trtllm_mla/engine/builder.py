@@ -1,0 +1,328 @@
+"""Builds engines: a network directory and a build config become an engine directory."""
+
+from __future__ import annotations
+
+import hashlib
+import resource
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trtllm_mla._version import __version__
+from trtllm_mla.checkpoint.pretrained_config import to_pretrained_config
+from trtllm_mla.config import BackendName, BuildConfig, MlaPluginConfig, check_tile, merge_plugin_configs
+from trtllm_mla.engine.backend import Backend, load_backend
+from trtllm_mla.engine.directory import (
+    ENGINE_NAME,
+    KERNELS_NAME,
+    EngineDirectory,
+    EngineInfo,
+    TargetInfo,
+    to_build_config,
+)
+from trtllm_mla.engine.kernel_compiler import Job, compile_kernels
+from trtllm_mla.engine.logs import LogCapture, capture_logs, trt_logger
+from trtllm_mla.engine.operation import OperationSettings, TargetTile
+from trtllm_mla.engine.plugin import PluginLibrary, plugin_library
+from trtllm_mla.engine.profile import SizeRange, shape_ranges, size_ranges
+from trtllm_mla.errors import UserError
+from trtllm_mla.files import atomic_directory, write_json
+from trtllm_mla.network.contract import LATENT_DIMS, LOGITS, past_latent, present_latent, step_inputs
+from trtllm_mla.network.directory import CONFIG_NAME, ONNX_NAME, WEIGHTS_NAME, NetworkConfig, NetworkDirectory
+from trtllm_mla.ops.definition import split_dim
+from trtllm_mla.ops.latent_attention.plan import default_tile
+from trtllm_mla.targets import Target
+
+if TYPE_CHECKING:
+    import tensorrt as trt
+
+Progress = Callable[[str], None]
+
+# AppendLatent, GatherLatent and ContextAttention, and LatentAttention where there is a generation group.
+_OPERATIONS_PER_LAYER = {False: 3, True: 4}
+
+
+@dataclass(frozen=True)
+class BuildReport:
+    """What a build made.
+
+    Attributes:
+        directory: The engine directory.
+        parse_seconds: Time to read the network.
+        kernel_seconds: Time to compile the kernels.
+        engine_seconds: Time that TensorRT took to build the engine.
+        warnings: What TensorRT warned of.
+    """
+
+    directory: EngineDirectory
+    parse_seconds: float
+    kernel_seconds: float
+    engine_seconds: float
+    warnings: tuple[str, ...]
+
+
+def build(
+    network_dir: Path,
+    engine_dir: Path,
+    *,
+    config: BuildConfig,
+    backend: BackendName | None = None,
+    targets: Sequence[str] | None = None,
+    native: bool = False,
+    overwrite: bool = False,
+    cache_dir: Path | None = None,
+    progress: Progress | None = None,
+) -> BuildReport:
+    """Builds an engine.
+
+    Args:
+        network_dir: The network directory.
+        engine_dir: The directory to make.
+        config: Limits and settings.
+        backend: TensorRT library; None is the config's.
+        targets: GPU generations; None is the config's, or else the backend's default.
+        native: Build without plugins, from the operations' function bodies.
+        overwrite: Replace what is in ``engine_dir``.
+        cache_dir: Where compiled kernels are kept between builds; see ``compile_kernels``.
+        progress: Called with a line at the beginning of each stage.
+
+    Raises:
+        MissingDependencyError: TensorRT or Triton is not installed.
+        UserError: The network, the config and the targets do not go together, or TensorRT refuses the network. Nothing
+            is written then.
+    """
+    begin = time.perf_counter()
+    say = progress or (lambda line: None)
+    if network_dir.resolve().is_relative_to(engine_dir.resolve()):
+        raise UserError(f"{engine_dir}: the engine directory would replace the network in it. Name another one.")
+    network = NetworkDirectory.load(network_dir)
+    library = load_backend(backend or config.backend)
+    plugin = merge_plugin_configs(network.plugin, config.mla_plugin)
+    resolved = library.resolve_targets(targets or config.targets)
+    config = config.model_copy(
+        update={
+            "mla_plugin": plugin,
+            "backend": library.name,
+            "targets": tuple(target.name for target in resolved),
+        }
+    )
+    spec = network.spec
+    ranges = size_ranges(config)
+    ranges["qk_rope_head_dim"] = SizeRange(*3 * (spec.qk_rope_head_dim,))
+    ranges["latent_width"] = SizeRange(*3 * (spec.latent_width,))
+    tiles = tuple(_choose_tile(network, plugin, target) for target in resolved)
+
+    with atomic_directory(engine_dir, overwrite=overwrite) as directory, capture_logs(library) as log:
+        plugins = plugin_library(library)
+        settings = OperationSettings(spec.dtype, plugin.cache_dtype(spec.dtype), tiles)
+        with plugins.building(settings):
+            say(f"reading {network.onnx_path}")
+            engine = _EngineBuild(library, plugins, network, log, native=native)
+            engine.check_network()
+            parsed = time.perf_counter()
+            triton_version = None
+            if not native:
+                kernels_dir = directory / KERNELS_NAME
+                kernels_dir.mkdir()
+                store = compile_kernels(
+                    engine.kernel_jobs(resolved, {"page_size": plugin.page_size}),
+                    kernels_dir,
+                    cache_dir=cache_dir,
+                    progress=lambda name, index, count: say(f"compiling kernel {index + 1} of {count}: {name}"),
+                )
+                triton_version = store.triton_version
+            compiled = time.perf_counter()
+            say(f"building with {library.name} {library.version} for {', '.join(config.targets or ())}")
+            digest, size = engine.build(resolved, ranges, directory / ENGINE_NAME)
+        built = time.perf_counter()
+        info = EngineInfo(
+            backend=library.name,
+            backend_version=library.version,
+            native=native,
+            targets=tuple(TargetInfo(target=t.target, tile_s=t.tile_s, num_stages=t.num_stages) for t in tiles),
+            triton_version=triton_version,
+            engine_bytes=size,
+            engine_sha256=digest,
+            num_plugin_layers=len(plugins.built),
+            build_seconds=round(built - begin, 3),
+            peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            build_config=config,
+        )
+        for name in (ONNX_NAME, WEIGHTS_NAME):
+            shutil.copyfile(network_dir / name, directory / name)
+        written = NetworkConfig(
+            version=__version__,
+            pretrained_config=to_pretrained_config(spec),
+            mla_plugin=plugin,
+            num_layers=network.num_layers,
+            build_config=to_build_config(info, dtype=spec.dtype),
+        )
+        write_json(directory / CONFIG_NAME, written.model_dump(mode="json"))
+    return BuildReport(
+        EngineDirectory.load(engine_dir), parsed - begin, compiled - parsed, built - compiled, tuple(log.warnings)
+    )
+
+
+class _EngineBuild:
+    """One use of TensorRT's builder: the network, parsed, and what is checked and made of it.
+
+    Args:
+        backend: The TensorRT library.
+        plugins: Its plugins; a build is under way.
+        network: The network directory.
+        log: Where TensorRT's messages go.
+        native: Build without plugins.
+
+    Raises:
+        UserError: TensorRT cannot read the network.
+    """
+
+    def __init__(
+        self, backend: Backend, plugins: PluginLibrary, network: NetworkDirectory, log: LogCapture, *, native: bool
+    ) -> None:
+        if not TYPE_CHECKING:
+            trt = backend.module
+        self._backend, self._plugins, self._network, self._log, self._native = backend, plugins, network, log, native
+        self._builder = trt.Builder(trt_logger(backend))
+        self._definition = self._builder.create_network(backend.network_flags())
+        parser = trt.OnnxParser(self._definition, trt_logger(backend))
+        if not parser.parse(network.model(native=native).SerializeToString()):
+            errors = (parser.get_error(i) for i in range(parser.num_errors))
+            log.errors[:] = [f"{e.node_operator()} '{e.node_name()}': {' '.join(e.desc().split())}" for e in errors]
+            raise self._failure("read the network")
+
+    def check_network(self) -> None:
+        """Checks what TensorRT made of the network.
+
+        Raises:
+            ValueError: Inputs, outputs or plugin layers are not what the network's config says.
+        """
+        network, definition = self._network, self._definition
+        dtype, cache_dtype = network.dtype, network.plugin.cache_dtype(network.dtype)
+        expected = {name: str(dtype) for name in network.weights.shapes}
+        expected |= {item.name: item.dtype for item in step_inputs(absorption=network.plugin.enable_matrix_absorption)}
+        expected |= {past_latent(layer): str(cache_dtype) for layer in range(network.num_layers)}
+        self._compare("input", expected, [definition.get_input(i) for i in range(definition.num_inputs)])
+        expected = {present_latent(layer): str(cache_dtype) for layer in range(network.num_layers)}
+        expected[LOGITS] = "float32"
+        self._compare("output", expected, [definition.get_output(i) for i in range(definition.num_outputs)])
+
+        layers = self._plugin_layers()
+        count = _OPERATIONS_PER_LAYER[network.plugin.enable_matrix_absorption] * network.num_layers
+        if len(layers) != (0 if self._native else count):
+            raise ValueError(f"found {len(layers)} plugin layers, expected {0 if self._native else count}")
+        if not self._native:
+            self._check_aliases(layers)
+
+    def kernel_jobs(self, targets: Sequence[Target], fixed_dims: Mapping[str, int]) -> list[Job]:
+        """Kernels that the network's plugins can launch.
+
+        Args:
+            targets: GPU generations.
+            fixed_dims: Sizes that the network leaves open and the profile fixes.
+        """
+        operations = dict(self._plugins.built)
+        jobs: dict[Job, None] = {}
+        for layer in self._plugin_layers():
+            operation = operations[layer.name]
+            sizes = dict(fixed_dims)
+            for index, tensor in enumerate(operation.definition.inputs):
+                for dim, size in zip(tensor.dims, tuple(layer.get_input(index).shape), strict=True):
+                    name, offset = split_dim(dim)
+                    if name is not None and size >= 0:
+                        sizes[name] = size - offset
+            for target in targets:
+                jobs.update(dict.fromkeys((variant, target) for variant in operation.variants(sizes, target)))
+        return list(jobs)
+
+    def build(self, targets: Sequence[Target], ranges: Mapping[str, SizeRange], path: Path) -> tuple[str, int]:
+        """Builds and writes the engine.
+
+        Args:
+            targets: GPU generations.
+            ranges: Sizes of the contract's dimensions.
+            path: File to write.
+
+        Returns:
+            SHA-256 digest and size of the engine.
+
+        Raises:
+            UserError: TensorRT refuses.
+        """
+        config = self._builder.create_builder_config()
+        self._backend.configure(config, targets)
+        profile = self._builder.create_optimization_profile()
+        dims: dict[str, tuple[str, ...]] = {
+            item.name: item.dims for item in step_inputs(absorption=self._network.plugin.enable_matrix_absorption)
+        }
+        dims |= {past_latent(layer): LATENT_DIMS for layer in range(self._network.num_layers)}
+        for name, names in dims.items():
+            profile.set_shape(name, *shape_ranges(names, ranges))
+        if config.add_optimization_profile(profile) < 0:
+            raise self._failure("use the optimization profile")
+        serialized = self._builder.build_serialized_network(self._definition, config)
+        if serialized is None or self._plugins.failures:
+            raise self._failure("build the engine")
+        if not self._native and self._plugins.num_aliases_declared < self._network.num_layers:
+            raise ValueError(
+                f"TensorRT asked for {self._plugins.num_aliases_declared} aliases, expected one for each of "
+                f"{self._network.num_layers} layers: the cache would be copied in every step"
+            )
+        engine = memoryview(serialized)
+        path.write_bytes(engine)
+        return hashlib.sha256(engine).hexdigest(), engine.nbytes
+
+    def _plugin_layers(self) -> list[trt.ILayer]:
+        plugin_type = self._backend.module.LayerType.PLUGIN_V3
+        layers = (self._definition.get_layer(i) for i in range(self._definition.num_layers))
+        return [layer for layer in layers if layer.type == plugin_type]
+
+    def _check_aliases(self, layers: Sequence[trt.ILayer]) -> None:
+        """Every cache goes in and out through one plugin, which updates it in place."""
+        operations = dict(self._plugins.built)
+        updated = {
+            (layer.get_input(source).name, layer.get_output(output).name)
+            for layer in layers
+            for output, source in operations[layer.name].definition.aliases.items()
+        }
+        expected = {(past_latent(layer), present_latent(layer)) for layer in range(self._network.num_layers)}
+        if updated != expected:
+            raise ValueError(f"found in-place updates of {sorted(updated)}, expected {sorted(expected)}")
+
+    def _compare(self, kind: str, expected: Mapping[str, str], tensors: Sequence[trt.ITensor]) -> None:
+        found = {tensor.name: tensor.dtype for tensor in tensors}
+        wanted = {name: self._backend.data_type(dtype) for name, dtype in expected.items()}
+        wrong = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
+        if wrong:
+            name = wrong[0]
+            raise ValueError(f"{kind} '{name}': found {found.get(name)}, expected {wanted.get(name)}")
+
+    def _failure(self, what: str) -> UserError:
+        reasons = LogCapture(errors=[*self._plugins.failures, *self._log.errors])
+        return UserError(
+            f"{self._network.onnx_path}: {self._backend.name} {self._backend.version} cannot {what}: "
+            f"{reasons.summary()}"
+        )
+
+
+def _choose_tile(network: NetworkDirectory, plugin: MlaPluginConfig, target: Target) -> TargetTile:
+    """The config's tile, or where it gives none the best for the target.
+
+    Raises:
+        UserError: It does not fit the target's shared memory.
+    """
+    spec, cache_dtype = network.spec, plugin.cache_dtype(network.dtype)
+    if plugin.tile_s is not None and plugin.num_stages is not None:
+        check_tile(plugin.tile_s, plugin.num_stages, spec.latent_width * cache_dtype.itemsize, target)
+        return TargetTile(target.name, plugin.tile_s, plugin.num_stages)
+    tile_s, num_stages = default_tile(
+        kv_lora_rank=spec.kv_lora_rank,
+        rope_dim=spec.qk_rope_head_dim,
+        model_dtype=spec.dtype,
+        cache_dtype=cache_dtype,
+        target=target,
+    )
+    return TargetTile(target.name, tile_s, num_stages)
