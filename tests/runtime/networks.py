@@ -1,0 +1,100 @@
+"""Networks of random checkpoints, ready for an executor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import onnx
+import onnx_ir
+import torch
+
+from tests.support.hf import make_checkpoint
+from trtllm_mla.checkpoint.architectures import read_model_spec
+from trtllm_mla.checkpoint.files import Checkpoint
+from trtllm_mla.checkpoint.rope import rotary_cos_sin
+from trtllm_mla.checkpoint.spec import ModelSpec
+from trtllm_mla.checkpoint.weights import bind, build_weight_map
+from trtllm_mla.config import MlaPluginConfig
+from trtllm_mla.dtypes import DType
+from trtllm_mla.network.graph import build_network
+from trtllm_mla.runtime.executors.graph import Array
+from trtllm_mla.runtime.executors.interpreter import InterpreterExecutor, KernelSettings
+from trtllm_mla.runtime.executors.onnxruntime import OnnxRuntimeExecutor
+from trtllm_mla.targets import get_target
+
+MAX_POSITIONS = 512
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "yarn": {"rope": "yarn", "seed": 1},
+    "half_split": {"rope": "yarn", "rope_interleave": False, "q_lora_rank": None, "attention_bias": True, "seed": 2},
+    "youtu": {"model_type": "youtu", "seed": 3},
+    "linear": {"model_type": "youtu", "rope": "linear", "tie": False, "num_layers": 1, "seed": 4},
+}
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network in one type, its weights, and the transformers model they come from."""
+
+    hf_model: Any
+    spec: ModelSpec
+    model: onnx.ModelProto
+    weights: dict[str, Array]
+    rotary_cos_sin: Array
+
+    def onnxruntime(self, *, num_pages: int, page_size: int, **values: Any) -> OnnxRuntimeExecutor:
+        return OnnxRuntimeExecutor(
+            self.model,
+            self.weights,
+            self.rotary_cos_sin,
+            num_pages=num_pages,
+            page_size=page_size,
+            num_threads=1,
+            **values,
+        )
+
+    def interpreter(self, *, num_pages: int, page_size: int) -> InterpreterExecutor:
+        return InterpreterExecutor(
+            self.model,
+            self.weights,
+            self.rotary_cos_sin,
+            num_pages=num_pages,
+            page_size=page_size,
+            settings=KernelSettings(get_target("sm_90"), tile_s=16, num_stages=2),
+        )
+
+    def hf_greedy(self, prompt: list[int], max_new_tokens: int, eos_token_id: int | None = None) -> list[int]:
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            output = self.hf_model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                eos_token_id=eos_token_id,
+                pad_token_id=0,
+            )
+        return output[0, len(prompt) :].tolist()
+
+    def hf_logits(self, tokens: list[int]) -> Array:
+        with torch.inference_mode():
+            return self.hf_model(torch.tensor([tokens])).logits[0].float().numpy()
+
+
+@cache
+def make_network(
+    checkpoint: str, *, dtype: DType = DType.FLOAT32, absorption: bool = True, kv_cache_dtype: str = "auto"
+) -> Network:
+    """The network of one of ``CHECKPOINTS``, whose stored weights are rounded to ``dtype``."""
+    with TemporaryDirectory() as directory:
+        path, hf_model = make_checkpoint(Path(directory), dtype=dtype.value, **CHECKPOINTS[checkpoint])
+        opened = Checkpoint.open(path)
+        spec = read_model_spec(opened)
+        plugin = MlaPluginConfig(enable_matrix_absorption=absorption, kv_cache_dtype=kv_cache_dtype)
+        model = build_network(spec, plugin, dtype, num_layers=spec.num_hidden_layers)
+        weights = dict(bind(build_weight_map(spec), opened, dtype))
+    table = rotary_cos_sin(spec.rope, MAX_POSITIONS)
+    return Network(hf_model, spec, onnx_ir.to_proto(model), weights, table)

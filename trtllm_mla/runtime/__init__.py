@@ -1,0 +1,1 @@
+"""Runs networks and engines: paged latent cache, in-flight batching, executors."""

@@ -1,0 +1,119 @@
+"""Executors by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from trtllm_mla.checkpoint.files import Checkpoint
+from trtllm_mla.checkpoint.rope import MAX_POSITIONS, rotary_cos_sin
+from trtllm_mla.checkpoint.weights import bind
+from trtllm_mla.dtypes import DType
+from trtllm_mla.engine.directory import EngineDirectory
+from trtllm_mla.errors import UserError
+from trtllm_mla.network.directory import NetworkDirectory
+from trtllm_mla.ops.latent_attention.plan import default_tile
+from trtllm_mla.runtime.executors.base import Executor, Float32Array
+from trtllm_mla.runtime.executors.interpreter import InterpreterExecutor, KernelSettings
+from trtllm_mla.runtime.executors.onnxruntime import OnnxRuntimeExecutor
+from trtllm_mla.runtime.executors.tensorrt import TensorRTExecutor
+from trtllm_mla.targets import get_target
+
+INTERPRETER_TARGET = "sm_90"
+_INT32_MAX = 2**31 - 1
+
+
+def make_executor(
+    name: str, directory: NetworkDirectory, checkpoint: Checkpoint, *, num_pages: int, num_threads: int | None = None
+) -> Executor:
+    """Makes an executor for a network or an engine.
+
+    Args:
+        name: A key of ``EXECUTORS``.
+        directory: The network or engine directory; its plugin config says how large a page is.
+        checkpoint: Whose weights are bound.
+        num_pages: Pages in each layer's pool.
+        num_threads: Threads of an operator, where the executor computes on the CPU; None leaves the number to it.
+
+    Raises:
+        UserError: There is no such executor, the pool's size is out of range, the checkpoint does not fit the
+            network, or the executor cannot run here.
+    """
+    if name not in EXECUTORS:
+        raise UserError(f"executor: found '{name}', expected one of {', '.join(EXECUTORS)}.")
+    page_size = directory.plugin.page_size
+    most = _INT32_MAX // page_size
+    if not 1 <= num_pages <= most:
+        raise UserError(f"num_pages: found {num_pages}, expected 1 to {most} pages of {page_size} tokens.")
+    if num_threads is not None and num_threads < 1:
+        raise UserError(f"num_threads: found {num_threads}, expected at least 1.")
+    return EXECUTORS[name](directory, checkpoint, num_pages, num_threads)
+
+
+def rotary_table(directory: NetworkDirectory, num_pages: int) -> Float32Array:
+    """The input ``rotary_cos_sin`` for every position that a request can reach in a pool of ``num_pages``."""
+    slots = num_pages * directory.plugin.page_size
+    return rotary_cos_sin(directory.spec.rope, min(slots, MAX_POSITIONS))
+
+
+def _make_onnxruntime(
+    directory: NetworkDirectory, checkpoint: Checkpoint, num_pages: int, num_threads: int | None
+) -> Executor:
+    # ONNX Runtime has no bfloat16 products on CPUs.
+    needs_twin = directory.dtype is DType.BFLOAT16
+    return OnnxRuntimeExecutor(
+        directory.float32_twin() if needs_twin else directory.model(),
+        bind(directory.weights, checkpoint, DType.FLOAT32 if needs_twin else directory.dtype),
+        rotary_table(directory, num_pages),
+        num_pages=num_pages,
+        page_size=directory.plugin.page_size,
+        twin_of=directory.dtype if needs_twin else None,
+        num_threads=num_threads,
+    )
+
+
+def _make_interpreter(
+    directory: NetworkDirectory, checkpoint: Checkpoint, num_pages: int, num_threads: int | None
+) -> Executor:
+    plugin = directory.plugin
+    return InterpreterExecutor(
+        directory.model(),
+        bind(directory.weights, checkpoint, directory.dtype),
+        rotary_table(directory, num_pages),
+        num_pages=num_pages,
+        page_size=plugin.page_size,
+        settings=_kernel_settings(directory),
+    )
+
+
+def _make_tensorrt(
+    directory: NetworkDirectory, checkpoint: Checkpoint, num_pages: int, num_threads: int | None
+) -> Executor:
+    return TensorRTExecutor(
+        EngineDirectory.load(directory.path),
+        bind(directory.weights, checkpoint, directory.dtype),
+        rotary_table(directory, num_pages),
+        num_pages=num_pages,
+    )
+
+
+def _kernel_settings(directory: NetworkDirectory) -> KernelSettings:
+    spec, plugin = directory.spec, directory.plugin
+    target = get_target(INTERPRETER_TARGET)
+    if plugin.tile_s is not None and plugin.num_stages is not None:
+        return KernelSettings(target, plugin.tile_s, plugin.num_stages)
+    tile_s, num_stages = default_tile(
+        kv_lora_rank=spec.kv_lora_rank,
+        rope_dim=spec.qk_rope_head_dim,
+        model_dtype=directory.dtype,
+        cache_dtype=plugin.cache_dtype(directory.dtype),
+        target=target,
+    )
+    return KernelSettings(target, tile_s, num_stages)
+
+
+_Maker = Callable[[NetworkDirectory, Checkpoint, int, int | None], Executor]
+
+EXECUTORS: Mapping[str, _Maker] = MappingProxyType(
+    {"onnxruntime": _make_onnxruntime, "interpreter": _make_interpreter, "tensorrt": _make_tensorrt}
+)

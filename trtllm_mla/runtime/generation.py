@@ -1,0 +1,266 @@
+"""Driving an executor to the end: generation from prompts, and logits of given texts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from trtllm_mla.runtime.executors.base import Executor, Float32Array
+from trtllm_mla.runtime.pages import pages_for
+from trtllm_mla.runtime.scheduler import ActiveRequest, FinishReason, Request, Scheduler, SchedulerConfig
+from trtllm_mla.runtime.step import Chunk, Int32Array, LogitRows, build_step
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """What a request came to.
+
+    Attributes:
+        output_ids: The new tokens, with the stop token where one ended it.
+        finish_reason: ``length`` or ``stop``.
+        token_times: Seconds from the call of ``generate`` to each new token.
+    """
+
+    output_ids: list[int]
+    finish_reason: FinishReason
+    token_times: tuple[float, ...]
+
+    @property
+    def time_to_first_token(self) -> float:
+        """Seconds from the call of ``generate`` to the first new token, waiting for admission included."""
+        return self.token_times[0]
+
+    @property
+    def inter_token_latencies(self) -> tuple[float, ...]:
+        """Seconds between each new token and the one before it."""
+        return tuple(np.diff(self.token_times).tolist())
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """What a step ran and took.
+
+    Attributes:
+        context_tokens: New tokens of the context group.
+        context_keys: Cached tokens that the context group decompressed.
+        generation_tokens: New tokens of the generation group.
+        num_requests: Requests in the step.
+        host_seconds: Scheduling, packing, sampling and callbacks.
+        executor_seconds: The executor's share.
+    """
+
+    context_tokens: int
+    context_keys: int
+    generation_tokens: int
+    num_requests: int
+    host_seconds: float
+    executor_seconds: float
+
+
+class GenerationSession:
+    """Serves requests on an executor with in-flight batching.
+
+    Args:
+        executor: What runs the steps. The session has its pool to itself.
+        config: Limits; its pool is the executor's.
+    """
+
+    def __init__(self, executor: Executor, config: SchedulerConfig) -> None:
+        if (executor.num_pages, executor.page_size) != (config.num_pages, config.page_size):
+            raise ValueError(
+                f"found a pool of {executor.num_pages} pages of {executor.page_size} tokens, expected "
+                f"{config.num_pages} of {config.page_size}"
+            )
+        self._executor = executor
+        self._config = config
+
+    def generate(
+        self, requests: Sequence[Request], *, on_step: Callable[[StepStats], None] | None = None
+    ) -> list[GenerationResult]:
+        """Serves requests until all have ended.
+
+        Args:
+            requests: The requests, first come, first served.
+            on_step: Called after each step.
+
+        Returns:
+            Their results, in the same order.
+
+        Raises:
+            UserError: A request can never be served; then none is.
+        """
+        begin = time.perf_counter()
+        scheduler = Scheduler(self._config)
+        active = [scheduler.submit(request) for request in requests]
+        while scheduler.has_work:
+            stats = self._step(scheduler)
+            if on_step is not None:
+                on_step(stats)
+        return [_result(item, begin) for item in active]
+
+    def _step(self, scheduler: Scheduler) -> StepStats:
+        begin = time.perf_counter()
+        plan = scheduler.schedule()
+        step = build_step(
+            [scheduled.chunk for scheduled in plan.context],
+            [scheduled.chunk for scheduled in plan.generation],
+            page_size=self._config.page_size,
+            num_pages=self._config.num_pages,
+        )
+        run_begin = time.perf_counter()
+        logits = self._executor.run(step)
+        run_end = time.perf_counter()
+        scheduler.complete(plan, logits)
+        executor_seconds = run_end - run_begin
+        return StepStats(
+            context_tokens=len(step.context_position_ids),
+            context_keys=len(step.context_kv_slots),
+            generation_tokens=len(step.generation_position_ids),
+            num_requests=len(plan.context) + len(plan.generation),
+            host_seconds=time.perf_counter() - begin - executor_seconds,
+            executor_seconds=executor_seconds,
+        )
+
+
+def _result(active: ActiveRequest, begin: float) -> GenerationResult:
+    if active.finish_reason is None:
+        raise ValueError("found a request without a finish reason, expected that all have ended")
+    token_times = tuple(moment - begin for moment in active.token_times)
+    return GenerationResult(active.output_ids, active.finish_reason, token_times)
+
+
+@dataclass(frozen=True)
+class ForcedChunk:
+    """A part of a given text that runs in one step.
+
+    Attributes:
+        num_tokens: Its tokens.
+        absorbed: Whether it runs in the generation group.
+    """
+
+    num_tokens: int
+    absorbed: bool
+
+
+@dataclass(frozen=True)
+class ForcedSequence:
+    """A given text and how it is cut into steps (teacher forcing).
+
+    Attributes:
+        token_ids: The text.
+        chunks: Its parts, in order; together they are the whole text.
+        first_step: Step that the first of them runs in. Parts of different texts that fall on one step share it.
+    """
+
+    token_ids: Sequence[int]
+    chunks: Sequence[ForcedChunk]
+    first_step: int = 0
+
+
+@dataclass(frozen=True)
+class ForcedResult:
+    """What a given text came to.
+
+    Attributes:
+        logits: float32 [tokens, vocab_size], the logits after each token.
+        pages: int32 page table: which pages hold the text's rows.
+    """
+
+    logits: Float32Array
+    pages: Int32Array
+
+
+def cut_by_threshold(num_tokens: int, chunk_tokens: int, config: SchedulerConfig) -> tuple[ForcedChunk, ...]:
+    """Cuts a text into parts of ``chunk_tokens`` and a rest, each in the group that the scheduler would choose."""
+    sizes = [min(chunk_tokens, num_tokens - start) for start in range(0, num_tokens, chunk_tokens)]
+    return tuple(ForcedChunk(size, config.absorbs_prefill(size)) for size in sizes)
+
+
+def run_forced(executor: Executor, sequences: Sequence[ForcedSequence], *, page_seed: int = 0) -> list[ForcedResult]:
+    """Runs given texts and computes the logits of every position.
+
+    Args:
+        executor: What runs the steps; its whole pool is used.
+        sequences: The texts.
+        page_seed: Seed of the order in which pages are handed out. They are shuffled, so that a text's pages lie
+            neither in order nor together.
+
+    Returns:
+        One result a text, in the same order.
+
+    Raises:
+        ValueError: The parts of a text are not the whole text, or the pool is too small.
+    """
+    page_tables = _shuffled_page_tables(executor, sequences, page_seed)
+    logits: list[list[Float32Array]] = [[] for _ in sequences]
+    for members in _forced_steps(sequences, page_tables):
+        context = [member for member in members if not member.absorbed]
+        generation = [member for member in members if member.absorbed]
+        step = build_step(
+            [member.chunk for member in context],
+            [member.chunk for member in generation],
+            page_size=executor.page_size,
+            num_pages=executor.num_pages,
+        )
+        rows = executor.run(step)
+        for member in (*context, *generation):
+            count = len(member.chunk.token_ids)
+            logits[member.index].append(rows[:count])
+            rows = rows[count:]
+    return [ForcedResult(np.concatenate(rows), pages) for rows, pages in zip(logits, page_tables, strict=True)]
+
+
+def read_cached_rows(executor: Executor, layer: int, pages: Int32Array, num_tokens: int) -> Float32Array:
+    """The cached rows of one text.
+
+    Args:
+        executor: What ran it.
+        layer: The layer, from 0.
+        pages: Its page table.
+        num_tokens: Its tokens.
+
+    Returns:
+        float32 [num_tokens, kv_lora_rank + qk_rope_head_dim], in the order of the text.
+    """
+    pool = executor.read_cache(layer)
+    return pool[pages].reshape(-1, pool.shape[-1])[:num_tokens]
+
+
+@dataclass(frozen=True)
+class _ForcedMember:
+    """A part of text number ``index`` in a step."""
+
+    index: int
+    absorbed: bool
+    chunk: Chunk
+
+
+def _forced_steps(
+    sequences: Sequence[ForcedSequence], page_tables: Sequence[Int32Array]
+) -> Iterator[list[_ForcedMember]]:
+    """The parts that share a step, step after step; steps without any are left out."""
+    steps: dict[int, list[_ForcedMember]] = {}
+    for index, (sequence, pages) in enumerate(zip(sequences, page_tables, strict=True)):
+        start = 0
+        for number, forced in enumerate(sequence.chunks, sequence.first_step):
+            tokens = np.array(sequence.token_ids[start : start + forced.num_tokens], dtype=np.int32)
+            chunk = Chunk(tokens, start, pages, LogitRows.ALL)
+            steps.setdefault(number, []).append(_ForcedMember(index, forced.absorbed, chunk))
+            start += forced.num_tokens
+    for number in sorted(steps):
+        yield steps[number]
+
+
+def _shuffled_page_tables(executor: Executor, sequences: Sequence[ForcedSequence], seed: int) -> list[Int32Array]:
+    for sequence in sequences:
+        cut = sum(chunk.num_tokens for chunk in sequence.chunks)
+        if not cut == len(sequence.token_ids) > 0:
+            raise ValueError(f"found chunks of {cut} tokens for a text of {len(sequence.token_ids)}")
+    counts = [pages_for(len(sequence.token_ids), executor.page_size) for sequence in sequences]
+    if sum(counts) > executor.num_pages:
+        raise ValueError(f"found a pool of {executor.num_pages} pages, expected at least {sum(counts)} for the texts")
+    order = np.random.default_rng(seed).permutation(executor.num_pages).astype(np.int32)
+    return np.split(order[: sum(counts)], np.cumsum(counts)[:-1])
