@@ -1,0 +1,120 @@
+"""The reference against the model that made the checkpoint, and against cached rows computed without transformers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.validation.cases import make_case
+from trtllm_mla.dtypes import DType
+from trtllm_mla.errors import UserError
+from trtllm_mla.validation.reference import ReferenceModel, interleave
+
+TOKENS = [5, 17, 17, 130, 0, 42, 99]
+
+
+def test_interleave_puts_pairs_side_by_side():
+    stored = np.array([[0.0, 1.0, 2.0, 10.0, 11.0, 12.0]])
+    assert interleave(stored).tolist() == [[0.0, 10.0, 1.0, 11.0, 2.0, 12.0]]
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_logits_and_cached_rows(tmp_path, interleaved):
+    case = make_case(tmp_path, rope="linear", rope_interleave=interleaved, seed=3)
+    model, spec = case.checkpoint.model, case.spec
+    captured = []
+    for layer in model.model.layers:
+        layer.self_attn.kv_a_layernorm.register_forward_hook(lambda _m, _i, output: captured.append(output))
+        layer.self_attn.kv_a_proj_with_mqa.register_forward_hook(lambda _m, _i, output: captured.append(output))
+    with torch.no_grad():
+        logits = model(torch.tensor([TOKENS])).logits[0].numpy()
+    output = case.load_reference().run(TOKENS)
+    np.testing.assert_array_equal(output.logits, logits)
+    assert len(output.latents) == spec.num_hidden_layers
+
+    half = spec.qk_rope_head_dim // 2
+    angle = np.arange(len(TOKENS))[:, None] / 4.0 * 10000.0 ** (-np.arange(half) / half)
+    rotation = np.exp(1j * angle)
+    for layer, rows in enumerate(output.latents):
+        projected, latent = (item[0].numpy() for item in captured[2 * layer : 2 * layer + 2])
+        np.testing.assert_array_equal(rows[:, : spec.kv_lora_rank], latent)
+        k_pe, stored = projected[:, spec.kv_lora_rank :], rows[:, spec.kv_lora_rank :]
+        if interleaved:
+            pairs, found = k_pe[:, ::2] + 1j * k_pe[:, 1::2], stored[:, ::2] + 1j * stored[:, 1::2]
+        else:
+            pairs, found = k_pe[:, :half] + 1j * k_pe[:, half:], stored[:, :half] + 1j * stored[:, half:]
+        np.testing.assert_allclose(found, pairs * rotation, atol=2e-6)
+
+
+def test_generate_is_greedy_and_nothing_stops_it(tmp_path):
+    case = make_case(tmp_path, seed=5)
+    expected = list(TOKENS)
+    for _ in range(9):
+        with torch.no_grad():
+            expected.append(int(case.checkpoint.model(torch.tensor([expected])).logits[0, -1].argmax()))
+    expected = expected[len(TOKENS) :]
+    # A generation config that samples, stops at the first token it would choose, and forbids repetition.
+    values = {"do_sample": True, "temperature": 5.0, "eos_token_id": expected[0], "repetition_penalty": 9.0}
+    (case.checkpoint.path / "generation_config.json").write_text(json.dumps(values))
+    reference = case.load_reference()
+    assert reference.generate(TOKENS, 9) == expected
+    assert reference.generate(TOKENS, 9) == expected
+
+
+def test_dtype_of_the_reference(yarn_case):
+    reference = ReferenceModel.load(yarn_case.checkpoint.path, yarn_case.spec, DType.BFLOAT16)
+    assert "bfloat16" in reference.description
+    exact = yarn_case.load_reference().run(TOKENS).logits
+    rounded = reference.run(TOKENS).logits
+    assert rounded.dtype == np.float32
+    assert 1e-4 < np.abs(rounded - exact).max() < 1.0
+
+
+def test_fewer_layers(yarn_case):
+    reference = ReferenceModel.load(yarn_case.checkpoint.path, replace(yarn_case.spec, num_hidden_layers=1))
+    output = reference.run(TOKENS)
+    assert len(output.latents) == 1
+    np.testing.assert_array_equal(output.latents[0], yarn_case.load_reference().run(TOKENS).latents[0])
+
+
+def test_loading_prints_nothing(yarn_case, capfd):
+    yarn_case.load_reference().generate(TOKENS, 2)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_missing_weight_is_refused(yarn_case, tmp_path):
+    shutil.copytree(yarn_case.checkpoint.path, tmp_path / "copy")
+    file = tmp_path / "copy" / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.self_attn.o_proj.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"model\.layers\.1\.self_attn\.o_proj\.weight, and would fill"):
+        ReferenceModel.load(tmp_path / "copy", yarn_case.spec)
+
+
+def test_a_checkpoint_without_weights_or_with_pickles_is_refused(yarn_case, tmp_path):
+    shutil.copytree(yarn_case.checkpoint.path, tmp_path / "copy")
+    (tmp_path / "copy" / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="complete checkpoint"):
+        ReferenceModel.load(tmp_path / "copy", yarn_case.spec)
+    torch.save(yarn_case.checkpoint.model.state_dict(), tmp_path / "copy" / "pytorch_model.bin")
+    with pytest.raises(UserError, match="complete checkpoint"):
+        ReferenceModel.load(tmp_path / "copy", yarn_case.spec)
+
+
+def test_code_in_a_checkpoint_does_not_run(yarn_case, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(yarn_case.checkpoint.path, copy)
+    config = json.loads((copy / "config.json").read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.C", "AutoModelForCausalLM": "mine.M"}}
+    (copy / "config.json").write_text(json.dumps(config))
+    (copy / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(UserError, match="cannot load it"):
+        ReferenceModel.load(copy, yarn_case.spec)
+    assert not (tmp_path / "ran").exists()

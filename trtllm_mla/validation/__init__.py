@@ -1,0 +1,1 @@
+"""Comparing a network or engine with the PyTorch reference."""

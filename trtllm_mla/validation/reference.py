@@ -1,0 +1,170 @@
+"""The reference: the checkpoint run by Hugging Face transformers, with eager attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trtllm_mla.checkpoint.spec import ModelSpec
+from trtllm_mla.dtypes import DType
+from trtllm_mla.errors import MissingDependencyError, UserError
+
+Float32Array = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class ReferenceOutput:
+    """What the reference computes for a text.
+
+    Attributes:
+        logits: float32 [tokens, vocab_size], the logits after each token.
+        latents: For each layer float32 [tokens, kv_lora_rank + qk_rope_head_dim]: the cached rows, laid out as this
+            package does.
+    """
+
+    logits: Float32Array
+    latents: tuple[Float32Array, ...]
+
+
+class ReferenceModel:
+    """A transformers model. Make it with ``ReferenceModel.load``."""
+
+    def __init__(self, model: Any, spec: ModelSpec) -> None:
+        self._model = model
+        self._spec = spec
+
+    @classmethod
+    def load(cls, checkpoint: Path, spec: ModelSpec, dtype: DType = DType.FLOAT32) -> ReferenceModel:
+        """Loads a checkpoint: local files only, safetensors only, and no code that comes with it.
+
+        Args:
+            checkpoint: A Hugging Face directory.
+            spec: The model; with fewer layers than the checkpoint has, the first ones are loaded.
+            dtype: Type of weights and arithmetic.
+
+        Raises:
+            UserError: transformers cannot load it, or would leave a weight at random values.
+        """
+        try:
+            import torch
+            import transformers
+        except ModuleNotFoundError as error:
+            raise MissingDependencyError(
+                error.name or "transformers", "run the PyTorch reference", "reference"
+            ) from None
+
+        source: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+        try:
+            with _quiet(transformers):
+                config = transformers.AutoConfig.from_pretrained(
+                    checkpoint, num_hidden_layers=spec.num_hidden_layers, **source
+                )
+                loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                    checkpoint,
+                    config=config,
+                    dtype=getattr(torch, dtype),
+                    attn_implementation="eager",
+                    use_safetensors=True,
+                    output_loading_info=True,
+                    **source,
+                )
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
+            raise UserError(
+                f"{checkpoint}: transformers {transformers.__version__} cannot load it: "
+                f"{str(error).strip().splitlines()[0]} A reference needs a complete checkpoint with weights."
+            ) from None
+        model, info = loaded
+        absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+        if absent:
+            raise UserError(
+                f"{checkpoint}: transformers found no matching values for {len(absent)} weights, the first of them "
+                f"{absent[0]}, and would fill them at random. Expected a complete checkpoint."
+            )
+        return cls(model.eval(), spec)
+
+    @property
+    def description(self) -> str:
+        """One line that says what runs."""
+        torch, transformers = _libraries()
+        dtype = str(self._model.dtype).removeprefix("torch.")
+        return f"transformers {transformers.__version__}, torch {torch.__version__}, {dtype}, eager attention"
+
+    def run(self, token_ids: Sequence[int]) -> ReferenceOutput:
+        """Computes the logits of every position and the cached rows of a text."""
+        torch, transformers = _libraries()
+        cache = transformers.DynamicCache(config=self._model.config)
+        with torch.no_grad():
+            logits = self._model(torch.tensor([list(token_ids)]), cache=cache, use_cache=True).logits[0]
+        latents = []
+        for layer in cache.layers:
+            # transformers caches the latent where others have keys, and the rotated key where they have values.
+            latent, k_pe = (_numpy(tensor).reshape(len(token_ids), -1) for tensor in (layer.keys, layer.values))
+            if self._spec.rope.interleaved:
+                k_pe = interleave(k_pe)
+            latents.append(np.concatenate([latent, k_pe], axis=1))
+        return ReferenceOutput(_numpy(logits), tuple(latents))
+
+    def generate(self, prompt_ids: Sequence[int], max_new_tokens: int) -> list[int]:
+        """Greedy continuation of a prompt by transformers' ``generate``; no token stops it."""
+        torch, transformers = _libraries()
+        config = transformers.GenerationConfig(
+            do_sample=False,
+            max_new_tokens=max_new_tokens,
+            bos_token_id=self._spec.bos_token_id,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        input_ids = torch.tensor([list(prompt_ids)])
+        # The model's own generation config would fill in what is None here, its stop tokens among them.
+        self._model.generation_config = config
+        output = self._model.generate(input_ids, attention_mask=torch.ones_like(input_ids), generation_config=config)
+        continuation: list[int] = output[0, len(prompt_ids) :].tolist()
+        return continuation
+
+
+def _libraries() -> tuple[Any, Any]:
+    """PyTorch and transformers, imported when they are needed."""
+    try:
+        return import_module("torch"), import_module("transformers")
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError(error.name or "transformers", "run the PyTorch reference", "reference") from None
+
+
+@contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """Keeps transformers from printing while it loads; what matters of it is checked and raised as an error."""
+    logging = transformers.utils.logging
+    verbosity, progress = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if progress:
+            logging.enable_progress_bar()
+
+
+def interleave(k_pe: Float32Array) -> Float32Array:
+    """Puts rotary pairs side by side again.
+
+    transformers stores the first elements of all pairs, then the second ones; this package leaves each pair where the
+    checkpoint has it.
+
+    Args:
+        k_pe: [tokens, qk_rope_head_dim].
+    """
+    first, second = np.split(k_pe, 2, axis=-1)
+    return np.stack([first, second], axis=-1).reshape(k_pe.shape)
+
+
+def _numpy(tensor: Any) -> Float32Array:
+    array: Float32Array = tensor.float().numpy()
+    return array
