@@ -1,0 +1,1 @@
+"""Timing a network or engine."""
