@@ -1,0 +1,83 @@
+import json
+
+import pytest
+import torch
+
+TOKENS = 7
+PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [2, 7, 1], [8] * 40)
+
+
+def expected_ids(model, prompt, count=TOKENS):
+    with torch.inference_mode():
+        output = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False, pad_token_id=0)
+    return output[0, len(prompt) :].tolist()
+
+
+def ids(prompt):
+    return ",".join(map(str, prompt))
+
+
+@pytest.mark.parametrize("extra", [[], ["--max-chunk-tokens", "3"], ["--max-chunk-tokens", "9"]])
+def test_json_holds_the_tokens_of_transformers_and_nothing_else_is_printed(command, network, checkpoint, extra):
+    prompt = PROMPTS[0]
+    outcome = command(
+        *("generate", network, "--checkpoint", checkpoint[0], "--input-ids", ids(prompt)),
+        *("--max-new-tokens", TOKENS, "--json", *extra),
+    )
+    assert outcome.status == 0
+    assert outcome.json["output_ids"] == expected_ids(checkpoint[1], prompt)
+    assert outcome.err == ""
+
+
+def test_prompts_of_one_call_are_served_together(command, network, checkpoint):
+    options = [option for prompt in PROMPTS for option in ("--input-ids", ids(prompt))]
+    outcome = command("generate", network, "-c", checkpoint[0], *options, "--max-new-tokens", TOKENS, "--json")
+    results = outcome.json["results"]
+    assert [entry["output_ids"] for entry in results] == [expected_ids(checkpoint[1], prompt) for prompt in PROMPTS]
+
+
+def test_the_interpreter_gives_the_same_tokens(command, network, checkpoint):
+    outcome = command(
+        *("generate", network, "-c", checkpoint[0], "--input-ids", ids(PROMPTS[0]), "--max-new-tokens", 3),
+        *("--executor", "interpreter", "--json"),
+    )
+    assert outcome.json["output_ids"] == expected_ids(checkpoint[1], PROMPTS[0], 3)
+
+
+def test_token_ids_are_printed_where_there_is_no_tokenizer(command, network, checkpoint):
+    outcome = command("generate", network, "-c", checkpoint[0], "--input-ids", "1,2", "--max-new-tokens", 2)
+    assert outcome.out.strip() == ids(expected_ids(checkpoint[1], [1, 2], 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "Found no prompt"),
+        (["--input-ids", "1,b"], "found '1,b', expected whole numbers"),
+        (["--input-ids", "1,131"], "token id 131"),
+        (["--input-ids", "-1"], "token id -1"),
+        (["--input-ids", "1", "--max-new-tokens", "0"], "max_new_tokens: found 0"),
+        (["--input-ids", "1", "--max-new-tokens", "100000"], "max_seq_len"),
+        (["--input-ids", ids([1] * 600)], "expected at most max_input_len"),
+        (["--input-ids", "1", "--temperature", "-1"], "temperature: found -1"),
+        (["--prompt", "text"], "tokenizer.json: no such file"),
+        (["--input-ids", "1", "--config", "none.json"], "none.json: no such file"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(command, network, checkpoint, options, message):
+    outcome = command("generate", network, "-c", checkpoint[0], *options)
+    assert outcome.status == 2
+    assert outcome.out == ""
+    assert outcome.err.startswith("Error: ")
+    assert outcome.err.count("\n") == 1
+    assert message in outcome.err
+
+
+def test_a_config_sets_the_limits(command, network, checkpoint, tmp_path):
+    path = tmp_path / "build.json"
+    path.write_text(json.dumps({"max_seq_len": 8, "max_batch_size": 1, "max_num_tokens": 4}))
+    outcome = command(
+        *("generate", network, "-c", checkpoint[0], "--input-ids", ids(PROMPTS[0]), "--config", path),
+    )
+    assert outcome.status == 2
+    assert "expected at most max_input_len = 7" in outcome.err

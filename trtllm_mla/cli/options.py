@@ -1,0 +1,54 @@
+"""Arguments and options that several commands share."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+CheckpointArgument = Annotated[
+    Path, typer.Argument(metavar="CHECKPOINT", help="Hugging Face checkpoint directory.", show_default=False)
+]
+CheckpointOption = Annotated[
+    Path,
+    typer.Option("--checkpoint", "-c", help="Hugging Face checkpoint the weights are bound from.", show_default=False),
+]
+DirectoryArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="DIRECTORY", help="Network directory (from convert) or engine directory.", show_default=False
+    ),
+]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace the output directory if it has content.")]
+JsonFileOption = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Also write the report as JSON.", show_default=False)
+]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON on standard output and nothing else.")]
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        help="Build config (JSON or TOML) whose limits apply to a network; an engine has its own.",
+        show_default=False,
+    ),
+]
+
+
+class ExecutorName(StrEnum):
+    """What runs a network."""
+
+    ONNXRUNTIME = "onnxruntime"
+    INTERPRETER = "interpreter"
+    TENSORRT = "tensorrt"
+
+
+ExecutorOption = Annotated[
+    ExecutorName,
+    typer.Option(
+        "--executor",
+        help="onnxruntime: CPU. interpreter: the plugins' real kernels, interpreted on the CPU. tensorrt: GPU.",
+    ),
+]
