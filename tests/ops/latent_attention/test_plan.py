@@ -241,6 +241,15 @@ def test_the_tile_of_the_issued_config_runs_on_sm_90() -> None:
     assert found == {16, 32, None}
 
 
+def test_fp32_networks_use_smaller_tiles_than_the_config_asks_for() -> None:
+    """A config made for bf16 also runs the fp32 twin of its network, on every target."""
+    for target in TARGETS.values():
+        for cache_dtype in DType:
+            problem = replace(PROBLEM, model_dtype=DType.FLOAT32, cache_dtype=cache_dtype, num_stages=3, target=target)
+            for variant in LATENT_ATTENTION.variants(problem)[:-1]:
+                assert (dict(variant.constants)["BLOCK_N"], variant.num_stages) == (16, 2)
+
+
 def test_tiles_that_do_not_fit_are_the_users_mistake() -> None:
     with pytest.raises(
         UserError, match=r"tile_s 128 with num_stages 4 takes \d+ bytes.*Use tile_s 32 with num_stages 2"

@@ -5,6 +5,7 @@ import pytest
 from tests.runtime.networks import make_network
 from trtllm_mla.config import MlaPluginConfig
 from trtllm_mla.dtypes import DType
+from trtllm_mla.errors import UserError
 from trtllm_mla.network.graph import build_network
 from trtllm_mla.runtime.executors.graph import GraphSignature
 
@@ -35,3 +36,9 @@ def test_pools_are_apart_and_hold_nan(cache_dtype):
     assert first.dtype == cache_dtype.numpy
     assert np.isnan(first.astype(np.float32)).all()
     assert not np.shares_memory(first, second)
+
+
+def test_a_pool_larger_than_memory_is_refused_before_it_is_made():
+    signature = GraphSignature(DType.FLOAT32, DType.BFLOAT16, 60, 576, 10, absorption=True)
+    with pytest.raises(UserError, match="2000000000 pages of 1 tokens takes 138,240,000,000,000 bytes"):
+        signature.make_pools(2_000_000_000, 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trtllm_mla.dtypes import DType
+from trtllm_mla.errors import UserError
 from trtllm_mla.network.contract import LOGITS, past_latent
 
 if TYPE_CHECKING:
@@ -56,8 +59,19 @@ class GraphSignature:
         )
 
     def make_pools(self, num_pages: int, page_size: int) -> list[Array]:
-        """One pool a layer, [num_pages, page_size, latent_width], full of NaN: reading an unwritten slot shows."""
+        """One pool a layer, [num_pages, page_size, latent_width], full of NaN: reading an unwritten slot shows.
+
+        Raises:
+            UserError: They are larger than this machine's memory.
+        """
         shape = (num_pages, page_size, self.latent_width)
+        needed = math.prod(shape) * self.cache_dtype.itemsize * self.num_layers
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if needed > memory:
+            raise UserError(
+                f"A latent cache of {num_pages} pages of {page_size} tokens takes {needed:,} bytes, and this machine has "
+                f"{memory:,} bytes of memory. Ask for fewer or shorter requests."
+            )
         return [np.full(shape, np.nan, self.cache_dtype.numpy) for _ in range(self.num_layers)]
 
 
