@@ -26,8 +26,8 @@ def find_limits(path: Path, config: Path | None) -> BuildConfig:
     if EngineDirectory.is_engine(path):
         if config is not None:
             raise UserError(
-                f"--config {config}: found an engine directory, {path}, whose limits were set when it was built. Leave "
-                "--config out, or name the network directory."
+                f"--config {config}: found an engine directory, {path}, whose limits were set when it was built. "
+                "Leave --config out, or name the network directory."
             )
         return EngineDirectory.load(path).config
     if config is not None:

@@ -69,8 +69,8 @@ class GraphSignature:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if needed > memory:
             raise UserError(
-                f"A latent cache of {num_pages} pages of {page_size} tokens takes {needed:,} bytes, and this machine has "
-                f"{memory:,} bytes of memory. Ask for fewer or shorter requests."
+                f"A latent cache of {num_pages} pages of {page_size} tokens takes {needed:,} bytes, and this machine "
+                f"has {memory:,} bytes of memory. Ask for fewer or shorter requests."
             )
         return [np.full(shape, np.nan, self.cache_dtype.numpy) for _ in range(self.num_layers)]
 
