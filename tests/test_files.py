@@ -1,3 +1,4 @@
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -11,42 +12,89 @@ def fail_after_writing(path: Path) -> None:
     raise RuntimeError
 
 
+def directory(path: Path, **options: bool) -> AbstractContextManager[Path]:
+    return atomic_directory(path, marker="config.json", **options)
+
+
+def make_earlier(path: Path) -> None:
+    path.mkdir()
+    (path / "config.json").write_text("old")
+
+
 def test_a_directory_appears_whole(tmp_path: Path) -> None:
     target = tmp_path / "deep" / "out"
-    with atomic_directory(target) as temporary:
+    with directory(target) as temporary:
         (temporary / "a").write_text("x")
         assert not target.exists()
     assert [path.name for path in target.iterdir()] == ["a"]
     assert [path.name for path in target.parent.iterdir()] == ["out"]
 
 
+def test_a_finished_directory_has_the_usual_permissions(tmp_path: Path) -> None:
+    (tmp_path / "usual").mkdir()
+    with directory(tmp_path / "out"):
+        pass
+    assert (tmp_path / "out").stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
 def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), atomic_directory(tmp_path / "out") as temporary:
+    with pytest.raises(RuntimeError), directory(tmp_path / "out") as temporary:
         fail_after_writing(temporary / "a")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_failed_overwrite_keeps_the_old_directory(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "old").write_text("x")
-    with pytest.raises(RuntimeError), atomic_directory(tmp_path / "out", overwrite=True):
-        raise RuntimeError
-    assert (tmp_path / "out" / "old").read_text() == "x"
+    make_earlier(tmp_path / "out")
+    with pytest.raises(RuntimeError), directory(tmp_path / "out", overwrite=True) as temporary:
+        fail_after_writing(temporary / "a")
+    assert (tmp_path / "out" / "config.json").read_text() == "old"
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
 
 
-def test_a_directory_with_content_is_kept_unless_told(tmp_path: Path) -> None:
-    (tmp_path / "old").write_text("x")
-    with pytest.raises(UserError, match="not empty"), atomic_directory(tmp_path):
+def test_an_overwrite_that_cannot_be_renamed_puts_the_old_directory_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_earlier(tmp_path / "out")
+    rename = Path.rename
+
+    def refuse_the_new_one(self: Path, target: Path) -> Path:
+        if self.name == "new":
+            raise OSError("no")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refuse_the_new_one)
+    with pytest.raises(OSError, match="no"), directory(tmp_path / "out", overwrite=True):
         pass
-    assert (tmp_path / "old").exists()
-    with atomic_directory(tmp_path, overwrite=True) as temporary:
+    assert (tmp_path / "out" / "config.json").read_text() == "old"
+
+
+def test_an_earlier_directory_is_kept_unless_told(tmp_path: Path) -> None:
+    make_earlier(tmp_path / "out")
+    with pytest.raises(UserError, match="not empty"), directory(tmp_path / "out"):
+        pass
+    with directory(tmp_path / "out", overwrite=True) as temporary:
         (temporary / "new").write_text("y")
-    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["new"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_other_content_is_never_replaced(tmp_path: Path, overwrite: bool) -> None:
+    (tmp_path / "letter.txt").write_text("x")
+    with pytest.raises(UserError, match="never replaced"), directory(tmp_path, overwrite=overwrite):
+        pass
+    assert (tmp_path / "letter.txt").exists()
+
+
+def test_an_empty_directory_is_used(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with directory(tmp_path / "out") as temporary:
+        (temporary / "a").write_text("x")
+    assert (tmp_path / "out" / "a").exists()
 
 
 def test_a_file_in_the_place_of_a_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("x")
-    with pytest.raises(UserError, match="found a file"), atomic_directory(tmp_path / "out", overwrite=True):
+    with pytest.raises(UserError, match="found a file"), directory(tmp_path / "out", overwrite=True):
         pass
 
 

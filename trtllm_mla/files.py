@@ -15,35 +15,53 @@ from trtllm_mla.errors import UserError
 
 
 @contextmanager
-def atomic_directory(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
+def atomic_directory(path: Path, *, marker: str, overwrite: bool = False) -> Iterator[Path]:
     """Yields a temporary directory that becomes ``path`` when the block ends without an exception.
 
     Args:
         path: The directory to make. Its parent is made if need be.
-        overwrite: Replace a directory that is there and not empty.
+        marker: A file that every directory of this kind has. A directory without it is never replaced.
+        overwrite: Replace a directory of this kind that is there.
 
     Raises:
-        UserError: ``path`` is a file, or a directory that is not empty and ``overwrite`` is not set.
+        UserError: ``path`` is a file, or a directory with content that may not be replaced.
+    """
+    check_replaceable(path, marker=marker, overwrite=overwrite)
+    path = path.resolve()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    new, old = scratch / "new", scratch / "old"
+    try:
+        new.mkdir()
+        yield new
+        if path.exists():
+            path.rename(old)
+        new.rename(path)
+    except BaseException:
+        if old.exists() and not path.exists():
+            old.rename(path)
+        raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def check_replaceable(path: Path, *, marker: str, overwrite: bool) -> None:
+    """Checks that ``atomic_directory`` may write to a path; for long work, before it begins.
+
+    Raises:
+        UserError: ``path`` is a file, or a directory with content that may not be replaced.
     """
     if path.exists() and not path.is_dir():
         raise UserError(f"{path}: found a file, expected a directory to write to. Name another output directory.")
-    if path.is_dir() and any(path.iterdir()) and not overwrite:
+    if not path.is_dir() or not any(path.iterdir()):
+        return
+    if not (path / marker).is_file():
+        raise UserError(
+            f"{path}: found a directory with other content (no {marker}), which is never replaced. Name another "
+            "output directory."
+        )
+    if not overwrite:
         raise UserError(f"{path}: the directory is not empty. Name another output directory, or pass --overwrite.")
-    path = path.resolve()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
-    try:
-        # mkdtemp makes directories for one user only; a finished directory has the usual permissions.
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o777 & ~umask)
-        yield temporary
-        if path.exists():
-            shutil.rmtree(path)
-        temporary.rename(path)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 @contextmanager

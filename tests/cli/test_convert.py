@@ -120,9 +120,11 @@ def test_the_plugin_config_of_a_full_size_model_is_accepted(command, tmp_path):
     assert written["mla_plugin"] == json.loads(Path(FULL_SIZE_PLUGIN).read_text())["mla_plugin"]
 
 
-def test_a_directory_with_content_is_not_replaced_unless_told(command, checkpoint, tmp_path):
-    (tmp_path / "note.txt").write_text("mine")
-    assert command("convert", checkpoint[0], tmp_path).status == 2
-    assert (tmp_path / "note.txt").exists()
-    assert command("convert", checkpoint[0], tmp_path, "--overwrite").status == 0
-    assert not (tmp_path / "note.txt").exists()
+def test_a_network_is_replaced_only_if_told_and_other_content_never(command, checkpoint, tmp_path):
+    network = tmp_path / "network"
+    assert command("convert", checkpoint[0], network).status == 0
+    assert command("convert", checkpoint[0], network).status == 2
+    assert command("convert", checkpoint[0], network, "--overwrite").status == 0
+    outcome = command("convert", checkpoint[0], tmp_path, "--overwrite")
+    assert outcome.status == 2
+    assert "never replaced" in outcome.err

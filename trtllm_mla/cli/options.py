@@ -21,7 +21,9 @@ DirectoryArgument = Annotated[
         metavar="DIRECTORY", help="Network directory (from convert) or engine directory.", show_default=False
     ),
 ]
-OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace the output directory if it has content.")]
+OverwriteOption = Annotated[
+    bool, typer.Option("--overwrite", help="Replace an output directory that this command wrote before.")
+]
 JsonFileOption = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Also write the report as JSON.", show_default=False)
 ]

@@ -115,7 +115,10 @@ def build(
     ranges["latent_width"] = SizeRange(*3 * (spec.latent_width,))
     tiles = tuple(_choose_tile(network, plugin, target) for target in resolved)
 
-    with atomic_directory(engine_dir, overwrite=overwrite) as directory, capture_logs(library) as log:
+    with (
+        atomic_directory(engine_dir, marker=ENGINE_NAME, overwrite=overwrite) as directory,
+        capture_logs(library) as log,
+    ):
         plugins = plugin_library(library)
         settings = OperationSettings(spec.dtype, plugin.cache_dtype(spec.dtype), tiles)
         with plugins.building(settings):

@@ -211,7 +211,7 @@ def convert(
     config = NetworkConfig(
         version=__version__, pretrained_config=to_pretrained_config(spec), mla_plugin=plugin, num_layers=layers
     )
-    with atomic_directory(output, overwrite=overwrite) as directory:
+    with atomic_directory(output, marker=ONNX_NAME, overwrite=overwrite) as directory:
         write_json(directory / CONFIG_NAME, config.model_dump(mode="json", exclude={"build_config"}))
         onnx_ir.save(build_network(spec, plugin, spec.dtype, num_layers=layers), directory / ONNX_NAME)
         weights.save(directory / WEIGHTS_NAME)
