@@ -1,0 +1,46 @@
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from trtllm_mla.checkpoint.tokenizer import TextCodec
+from trtllm_mla.errors import UserError
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A directory with a byte-level tokenizer."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={mark: index for index, mark in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+@pytest.mark.parametrize("text", ["plain", "Grüße, 世界 \N{SNOWMAN}\n\ttabs"])
+def test_text_round_trips(checkpoint, text):
+    codec = TextCodec.load(checkpoint)
+    ids = codec.encode(text)
+    assert len(ids) == len(text.encode())
+    assert codec.decode(ids) == text
+
+
+def test_special_tokens_are_not_shown(checkpoint):
+    codec = TextCodec.load(checkpoint)
+    assert codec.decode([*codec.encode("a"), 256]) == "a"
+
+
+def test_a_missing_tokenizer_is_named(tmp_path):
+    assert not TextCodec.exists(tmp_path)
+    with pytest.raises(UserError, match=r"tokenizer\.json: no such file.*--input-ids"):
+        TextCodec.load(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff\xff", b'{"model": 3}'])
+def test_a_malformed_tokenizer_is_named(tmp_path, content):
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    assert TextCodec.exists(tmp_path)
+    with pytest.raises(UserError, match=r"tokenizer\.json: not a tokenizer"):
+        TextCodec.load(tmp_path)
