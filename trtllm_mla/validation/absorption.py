@@ -20,6 +20,12 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from trtllm_mla.checkpoint.attention_cost import (
+    absorbed_flops_per_pair,
+    break_even_queries,
+    decompressed_flops_per_pair,
+    up_projection_flops,
+)
 from trtllm_mla.checkpoint.spec import ModelSpec
 from trtllm_mla.dtypes import DType
 from trtllm_mla.validation.metrics import max_abs_error, relative_l2_error, root_mean_square
@@ -69,24 +75,19 @@ class AbsorptionSizes:
     @property
     def decompressed_flops(self) -> int:
         """Floating-point operations of the decompressed form: 2 for each multiplication and addition pair."""
-        per_key = 2 * self.kv_lora_rank * (self.qk_nope_head_dim + self.v_head_dim)
-        per_pair = 2 * (self.qk_nope_head_dim + self.qk_rope_head_dim) + 2 * self.v_head_dim
-        return self.num_attention_heads * self.keys * (per_key + self.queries * per_pair)
+        per_key = up_projection_flops(self)
+        return self.num_attention_heads * self.keys * (per_key + self.queries * decompressed_flops_per_pair(self))
 
     @property
     def absorbed_flops(self) -> int:
         """Floating-point operations of the absorbed form, counted likewise."""
-        per_query = 2 * self.kv_lora_rank * (self.qk_nope_head_dim + self.v_head_dim)
-        per_pair = 2 * (self.kv_lora_rank + self.qk_rope_head_dim) + 2 * self.kv_lora_rank
-        return self.num_attention_heads * self.queries * (per_query + self.keys * per_pair)
+        per_query = up_projection_flops(self)
+        return self.num_attention_heads * self.queries * (per_query + self.keys * absorbed_flops_per_pair(self))
 
     @property
     def break_even_queries(self) -> float:
         """Queries, sharing many keys, at which both forms cost the same."""
-        per_key = self.kv_lora_rank * (self.qk_nope_head_dim + self.v_head_dim)
-        absorbed = 2 * self.kv_lora_rank + self.qk_rope_head_dim
-        decompressed = self.qk_nope_head_dim + self.qk_rope_head_dim + self.v_head_dim
-        return per_key / (absorbed - decompressed) if absorbed > decompressed else math.inf
+        return break_even_queries(self)
 
 
 @dataclass(frozen=True)
