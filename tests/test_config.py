@@ -105,6 +105,11 @@ def test_wrong_build_configs_are_named(values: dict, expected: str) -> None:
         ("a.toml", b"a = ", "not valid TOML"),
         ("a.json", b"[" * 100_000, "not valid JSON"),
         ("a.json", b" " * (1 << 21), "expected a config of at most"),
+        ("a.json", b'{"max_seq_len": 16, "max_seq_len": 64}', "the key 'max_seq_len' appears twice"),
+        ("a.json", b'{"mla_plugin": {"rope_compute_dtype": "\\ud800"}}', "expected valid Unicode"),
+        ("a.json", b'{"mla_plugin": {"enable_matrix_absorption": "no"}}', "enable_matrix_absorption: found 'no'"),
+        ("a.toml", b"max_seq_len = 0x" + b"f" * 10_000, "max_seq_len: found a int with a number of thousands of"),
+        ("a.json", b'{"max_context_kv_tokens": 3000000000}', "max_context_kv_tokens: found 3000000000"),
     ],
 )
 def test_malformed_files_are_named(tmp_path: Path, name: str, content: bytes, expected: str) -> None:
@@ -150,6 +155,11 @@ def test_a_build_config_overrides_what_the_graph_does_not_depend_on() -> None:
     merged = merge_plugin_configs(network, MlaPluginConfig(page_size=16, prefill_absorption_threshold=7))
     assert (merged.page_size, merged.prefill_absorption_threshold) == (16, 7)
     assert (merged.num_heads, merged.tile_s, merged.num_stages) == (8, 16, 2)
+
+
+def test_an_automatic_cache_type_in_a_build_config_is_the_networks() -> None:
+    network = MlaPluginConfig(kv_cache_dtype="bf16")
+    assert merge_plugin_configs(network, MlaPluginConfig(kv_cache_dtype="auto")) == network
 
 
 def test_a_build_config_cannot_change_the_graph() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from trtllm_mla.errors import UserError
-from trtllm_mla.files import atomic_directory, atomic_file, read_json, write_json
+from trtllm_mla.files import atomic_directory, atomic_file, check_writable, read_json, write_json
 
 
 def fail_after_writing(path: Path) -> None:
@@ -116,3 +116,21 @@ def test_unusable_json_is_named(tmp_path: Path, content: bytes, message: str) ->
     path.write_bytes(content)
     with pytest.raises(UserError, match=message):
         read_json(path, max_bytes=100)
+
+
+def test_a_failure_removes_the_parents_that_were_made(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), directory(tmp_path / "deep" / "er" / "out") as temporary:
+        fail_after_writing(temporary / "a")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("name", "message"), [(".", "found a directory"), ("file/report.json", "is a file")])
+def test_a_report_that_cannot_be_written_is_refused(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=message):
+        check_writable(tmp_path / name)
+
+
+def test_a_report_below_directories_that_are_yet_to_be_made_is_accepted(tmp_path: Path) -> None:
+    check_writable(tmp_path / "a" / "b" / "report.json")
+    assert list(tmp_path.iterdir()) == []

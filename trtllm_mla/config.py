@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import reprlib
 import tomllib
 from pathlib import Path
@@ -12,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from trtllm_mla.dtypes import DType
 from trtllm_mla.errors import UserError
+from trtllm_mla.files import parse_json
 from trtllm_mla.targets import KIB, Target, get_target
 
 PageSize = Literal[16, 32, 64, 128]
@@ -21,9 +21,10 @@ BackendName = Literal["tensorrt-rtx", "tensorrt"]
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_PROBLEMS = 3  # named in one message
-_CACHE_DTYPES = {"bf16": DType.BFLOAT16, "fp16": DType.FLOAT16, "fp32": DType.FLOAT32}
+_CACHE_DTYPES = {dtype.triton: dtype for dtype in DType}
 
-_Positive = Annotated[int, Field(gt=0, strict=True)]
+_MAX_COUNT = 2**31 - 1  # sizes and token counts are 32-bit numbers in the kernels
+_Positive = Annotated[int, Field(gt=0, le=_MAX_COUNT, strict=True)]
 
 
 class StrictModel(BaseModel):
@@ -58,8 +59,8 @@ class MlaPluginConfig(StrictModel):
     tile_s: TileSize | None = None
     num_stages: Annotated[int, Field(ge=1, le=8, strict=True)] | None = None
     page_size: PageSize = 64
-    enable_matrix_absorption: bool = True
-    prefill_absorption_threshold: Annotated[int, Field(ge=0, strict=True)] = 256
+    enable_matrix_absorption: Annotated[bool, Field(strict=True)] = True
+    prefill_absorption_threshold: Annotated[int, Field(ge=0, le=_MAX_COUNT, strict=True)] = 256
     rope_compute_dtype: str = "fp32"
     kv_cache_dtype: KvCacheDType = "auto"
 
@@ -181,6 +182,11 @@ def parse_config(values: object, model: type[_Model], *, source: str) -> _Model:
         if len(items) > MAX_PROBLEMS:
             problems.append(f"and {len(items) - MAX_PROBLEMS} more problems")
         raise UserError(f"{source}: {'; '.join(problems)}.") from None
+    except UnicodeError:
+        raise UserError(
+            f"{source}: found a text with half of a surrogate pair, expected valid Unicode. Correct its escape "
+            "\\ud800 to \\udfff."
+        ) from None
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
@@ -195,7 +201,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: found {path.stat().st_size} bytes, expected a config of at most {MAX_CONFIG_BYTES}.")
     try:
         text = path.read_text(encoding="utf-8")
-        values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        values = tomllib.loads(text) if path.suffix == ".toml" else parse_json(text)
     except (ValueError, RecursionError) as error:
         kind = "TOML" if path.suffix == ".toml" else "JSON"
         raise UserError(f"{path}: not valid {kind}: {error}.") from None
@@ -217,7 +223,14 @@ def _describe(error: Any, model: type[BaseModel]) -> str:
         message = str(error["ctx"]["error"])
         return f"{where}.{message}" if where else message
     message = error["msg"][0].lower() + error["msg"][1:]
-    return f"{where}: found {reprlib.repr(found)}, expected: {message.removeprefix('input should be ')}"
+    return f"{where}: found {_repr(found)}, expected: {message.removeprefix('input should be ')}"
+
+
+def _repr(value: object) -> str:
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # a hexadecimal number in TOML may have more decimal digits than Python converts
+        return f"a {type(value).__name__} with a number of thousands of digits"
 
 
 def _keys_at(model: type[BaseModel], location: tuple[str | int, ...]) -> list[str]:
@@ -245,7 +258,7 @@ def merge_plugin_configs(network: MlaPluginConfig, build: MlaPluginConfig) -> Ml
     changes = {name: getattr(build, name) for name in build.model_fields_set}
     free = {"tile_s", "num_stages", "page_size", "prefill_absorption_threshold"}
     for name in sorted(changes.keys() - free):
-        if changes[name] not in (None, getattr(network, name)):
+        if changes[name] not in (None, "auto", getattr(network, name)):
             raise UserError(
                 f"mla_plugin.{name}: the build config says {changes[name]!r}, the network was converted with "
                 f"{getattr(network, name)!r}. Convert again with --plugin-config, or leave the key out of the build "

@@ -34,7 +34,7 @@ class DType(StrEnum):
 
     @property
     def triton(self) -> str:
-        """Name of the element type in a Triton signature, for example ``bf16``."""
+        """Name of the element type in a Triton signature and in a plugin config, for example ``bf16``."""
         return {DType.FLOAT32: "fp32", DType.FLOAT16: "fp16", DType.BFLOAT16: "bf16"}[self]
 
     @property

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +27,41 @@ def atomic_directory(path: Path, *, marker: str, overwrite: bool = False) -> Ite
         UserError: ``path`` is a file, or a directory with content that may not be replaced.
     """
     check_replaceable(path, marker=marker, overwrite=overwrite)
-    path = path.resolve()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
-    new, old = scratch / "new", scratch / "old"
+    path = resolve_output(path)
+    absent = [parent for parent in path.parents if not parent.exists()]
     try:
-        new.mkdir()
-        yield new
-        if path.exists():
-            path.rename(old)
-        new.rename(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(
+            prefix=f".{path.name}-", dir=path.parent, ignore_cleanup_errors=True
+        ) as scratch:
+            new, old = Path(scratch) / "new", Path(scratch) / "old"
+            try:
+                new.mkdir()
+                yield new
+                if path.exists():
+                    path.rename(old)
+                new.rename(path)
+            except BaseException:
+                if old.exists() and not path.exists():
+                    old.rename(path)
+                raise
     except BaseException:
-        if old.exists() and not path.exists():
-            old.rename(path)
+        for parent in absent:
+            with suppress(OSError):  # another process may have put something there
+                parent.rmdir()
         raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def resolve_output(path: Path) -> Path:
+    """The place that an output's path leads to, with links followed.
+
+    Raises:
+        UserError: The links lead in a circle.
+    """
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError):  # RuntimeError up to Python 3.12
+        raise UserError(f"{path}: found links that lead in a circle. Name another output directory.") from None
 
 
 def check_replaceable(path: Path, *, marker: str, overwrite: bool) -> None:
@@ -62,6 +81,20 @@ def check_replaceable(path: Path, *, marker: str, overwrite: bool) -> None:
         )
     if not overwrite:
         raise UserError(f"{path}: the directory is not empty. Name another output directory, or pass --overwrite.")
+
+
+def check_writable(path: Path) -> None:
+    """Checks that a file can be written; for long work, before it begins.
+
+    Raises:
+        UserError: ``path`` is a directory, is below a file, or the user may not write there.
+    """
+    if path.is_dir():
+        raise UserError(f"{path}: found a directory, expected a file to write. Name a file in it.")
+    parent = next(item for item in path.absolute().parents if item.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        problem = "a directory without permission to write" if parent.is_dir() else "a file"
+        raise UserError(f"{path}: {parent} is {problem}, expected a writable directory. Name another file.")
 
 
 @contextmanager
@@ -88,6 +121,24 @@ def write_json(path: Path, value: object) -> None:
         temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
+def parse_json(text: str) -> Any:
+    """Parses JSON, in which a key may not appear twice: readers would differ on which one counts.
+
+    Raises:
+        ValueError: It is no JSON, or a key appears twice in one object.
+        RecursionError: It is nested too deeply.
+    """
+    return json.loads(text, object_pairs_hook=_unique_keys)
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        raise ValueError(f"the key {counts.most_common(1)[0][0]!r:.80} appears twice")
+    return result
+
+
 def read_json(path: Path, *, max_bytes: int) -> dict[str, Any]:
     """Reads a JSON object.
 
@@ -104,7 +155,7 @@ def read_json(path: Path, *, max_bytes: int) -> dict[str, Any]:
     if size > max_bytes:
         raise UserError(f"{path}: found {size} bytes, expected at most {max_bytes}.")
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON: {error}.") from None
     if not isinstance(value, dict):

@@ -37,7 +37,7 @@ TARGETS = {
     target.name: target
     for target in (
         Target("sm_80", 163 * KIB, 108, "A100"),
-        Target("sm_86", 99 * KIB, 84, "RTX 3090"),
+        Target("sm_86", 99 * KIB, 82, "RTX 3090"),
         Target("sm_89", 99 * KIB, 128, "RTX 4090"),
         Target("sm_90", 227 * KIB, 132, "H100"),
         Target("sm_100", 227 * KIB, 148, "B200"),

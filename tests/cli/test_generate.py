@@ -1,7 +1,12 @@
 import json
+import shutil
 
+import onnx
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
+from trtllm_mla.runtime.executors import factory
 
 TOKENS = 7
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [2, 7, 1], [8] * 40)
@@ -60,6 +65,8 @@ def test_token_ids_are_printed_where_there_is_no_tokenizer(command, network, che
         (["--input-ids", "1", "--max-new-tokens", "100000"], "max_seq_len"),
         (["--input-ids", ids([1] * 600)], "expected at most max_input_len"),
         (["--input-ids", "1", "--temperature", "-1"], "temperature: found -1"),
+        (["--input-ids", "1", "--threads", "0"], "num_threads: found 0, expected 1 to"),
+        (["--input-ids", "1", "--threads", str(2**70)], "expected 1 to"),
         (["--prompt", "text"], "tokenizer.json: no such file"),
         (["--input-ids", "1", "--config", "none.json"], "none.json: no such file"),
     ],
@@ -81,3 +88,70 @@ def test_a_config_sets_the_limits(command, network, checkpoint, tmp_path):
     )
     assert outcome.status == 2
     assert "expected at most max_input_len = 7" in outcome.err
+
+
+def test_more_prompts_than_run_at_once_share_the_pool_of_an_engine(
+    command, network, checkpoint, tmp_path, monkeypatch
+):
+    """An engine accepts no pool larger than its limits fill, so requests wait for pages."""
+    pools = []
+    make_executor = factory.make_executor
+    monkeypatch.setattr(
+        factory,
+        "make_executor",
+        lambda *arguments, **values: pools.append(values["num_pages"]) or make_executor(*arguments, **values),
+    )
+    path = tmp_path / "build.json"
+    path.write_text(json.dumps({"max_seq_len": 20, "max_batch_size": 2}))
+    prompts = [[3, 1, 4], [1, 5], [9, 2, 6, 5], [3, 5], [8] * 13]
+    options = [option for prompt in prompts for option in ("--input-ids", ids(prompt))]
+    outcome = command(
+        *("generate", network, "-c", checkpoint[0], *options, "--config", path, "--max-new-tokens", TOKENS, "--json")
+    )
+    assert pools == [2 * 2]
+    results = outcome.json["results"]
+    assert [entry["output_ids"] for entry in results] == [expected_ids(checkpoint[1], prompt) for prompt in prompts]
+
+
+def test_weights_that_are_not_numbers_are_one_line(command, network, checkpoint, tmp_path):
+    shutil.copytree(checkpoint[0], tmp_path / "checkpoint")
+    file = tmp_path / "checkpoint" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"].fill_(float("nan"))
+    save_file(tensors, file)
+    outcome = command("generate", network, "-c", tmp_path / "checkpoint", "--input-ids", "1", "--json")
+    assert outcome.status == 2
+    assert outcome.out == ""
+    assert "is nan, expected a finite largest logit" in outcome.err
+    assert outcome.err.count("\n") == 1
+
+
+def test_a_graph_that_onnx_runtime_refuses_is_one_line(command, network, checkpoint, tmp_path):
+    shutil.copytree(network, tmp_path / "network")
+    model = onnx.load(tmp_path / "network" / "network.onnx")
+    model.graph.ClearField("node")
+    onnx.save(model, tmp_path / "network" / "network.onnx")
+    outcome = command("generate", tmp_path / "network", "-c", checkpoint[0], "--input-ids", "1", "--json")
+    assert outcome.status == 2
+    assert outcome.out == ""
+    assert "cannot load the network" in outcome.err
+    assert outcome.err.count("\n") == 1
+
+
+def edited(checkpoint, path, **values):
+    shutil.copytree(checkpoint[0], path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | values))
+    return path
+
+
+def test_a_checkpoint_of_the_same_shapes_but_another_config_is_refused(command, network, checkpoint, tmp_path):
+    other = edited(checkpoint, tmp_path / "other", rms_norm_eps=0.5)
+    outcome = command("generate", network, "-c", other, "--input-ids", "1,2,3")
+    assert outcome.status == 2
+    assert "rms_norm_eps: found 0.5, the network in" in outcome.err
+
+
+def test_a_fine_tune_may_have_other_stop_tokens(command, network, checkpoint, tmp_path):
+    other = edited(checkpoint, tmp_path / "other", eos_token_id=3, max_position_embeddings=77)
+    assert command("generate", network, "-c", other, "--input-ids", "1,2,3", "--json").status == 0

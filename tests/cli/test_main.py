@@ -2,7 +2,7 @@ import pytest
 
 from trtllm_mla import __version__
 
-COMMANDS = ["inspect", "convert", "build", "validate", "generate", "bench latency"]
+COMMANDS = ["inspect", "convert", "build", "validate", "generate", "roofline", "bench latency"]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -35,3 +35,10 @@ def test_what_the_system_refuses_is_one_line_and_status_2(command, monkeypatch, 
     outcome = command("inspect", tmp_path)
     assert outcome.status == 2
     assert outcome.err == "Error: [Errno 13] Permission denied: 'config.json'\n"
+
+
+def test_a_message_with_line_breaks_stays_one_line(command, tmp_path):
+    outcome = command("inspect", tmp_path / "a\nb\x1b[2J")
+    assert outcome.status == 2
+    assert outcome.err.count("\n") == 1
+    assert "a\\nb\\x1b[2J: no such directory" in outcome.err

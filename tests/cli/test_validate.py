@@ -33,15 +33,35 @@ def test_the_interpreter_passes_a_quick_validation(command, network, checkpoint)
     assert "Triton's interpreter" in outcome.out
 
 
+@pytest.mark.parametrize("options", [[], ["--quick"]])
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"max_seq_len": 8, "max_batch_size": 1},
+        {"max_seq_len": 8, "max_input_len": 3, "max_num_tokens": 16},
+        {"max_batch_size": 1, "max_num_tokens": 1},
+        {"max_context_kv_tokens": 1},
+    ],
+)
+def test_prompts_are_cut_to_small_limits(command, network, checkpoint, tmp_path, limits, options):
+    path = tmp_path / "build.json"
+    path.write_text(json.dumps(limits))
+    outcome = command("validate", network, "-c", checkpoint[0], "--config", path, *options)
+    assert outcome.status == 0, outcome.out + outcome.err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--executor", "tensorrt"], "rank0.engine"),
         (["--text", "none.txt"], "none.txt: no such file"),
+        (["--json", "."], "found a directory, expected a file to write"),
+        (["--plot", "plot.bmp"], "plot.bmp: found suffix '.bmp'"),
     ],
 )
 def test_mistakes_are_one_line_and_status_2(command, network, checkpoint, options, message):
     outcome = command("validate", network, "-c", checkpoint[0], *options)
     assert outcome.status == 2
+    assert outcome.out == ""
     assert message in outcome.err
     assert outcome.err.count("\n") == 1

@@ -15,13 +15,13 @@ from tests.engine.conftest import TARGETS
 from tests.engine.models import make_network
 from trtllm_mla.config import BuildConfig, MlaPluginConfig
 from trtllm_mla.dtypes import DType
-from trtllm_mla.engine import builder as builder_module
 from trtllm_mla.engine.backend import load_backend
 from trtllm_mla.engine.builder import BuildReport, build
 from trtllm_mla.engine.directory import EngineDirectory
 from trtllm_mla.engine.operation import TargetTile
 from trtllm_mla.engine.plugin import _recorded, plugin_library
 from trtllm_mla.errors import UserError
+from trtllm_mla.network.attention import OPERATIONS_PER_LAYER
 from trtllm_mla.network.directory import NetworkDirectory
 from trtllm_mla.ops import OPS, OpDefinition
 
@@ -234,7 +234,7 @@ class TestMistakes:
     def test_an_output_directory_with_content(self, network: NetworkDirectory, tmp_path: Path) -> None:
         (tmp_path / "engine").mkdir()
         (tmp_path / "engine" / "notes.txt").write_text("mine")
-        self.refused(network, tmp_path, "not empty")
+        self.refused(network, tmp_path, "never replaced")
         assert (tmp_path / "engine" / "notes.txt").read_text() == "mine"
 
     def test_the_network_is_not_overwritten(self, network: NetworkDirectory) -> None:
@@ -332,8 +332,8 @@ class TestWhatIsVerified:
 
 def test_operations_a_layer_match_the_operations() -> None:
     generation_only = {name for name, op in OPS.items() if _reads(op, "block_offsets")}
-    found = builder_module._OPERATIONS_PER_LAYER
-    assert found == {True: len(OPS), False: len(OPS) - len(generation_only)}
+    expected = {True: len(OPS), False: len(OPS) - len(generation_only)}
+    assert expected == OPERATIONS_PER_LAYER
 
 
 def _reads(op: OpDefinition, name: str) -> bool:

@@ -50,7 +50,6 @@ class TestCompileKernels:
         assert re.fullmatch(r"3\.\d+\.\d+", manifest["triton_version"])
         kernel = manifest["kernels"][0]
         assert kernel["entry"] == "gather_latent"
-        assert kernel["threads"] == 32 * GATHER.num_warps
         assert kernel["variant"]["constants"] == [list(item) for item in GATHER.constants]
 
     def test_survives_the_way_through_the_files(self, store: KernelStore, tmp_path: Path) -> None:

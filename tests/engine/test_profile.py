@@ -69,3 +69,8 @@ def test_pages(page_size: int) -> None:
 def test_refuses_a_pool_whose_slots_overflow() -> None:
     with pytest.raises(UserError, match=r"max_batch_size 4096 and max_seq_len 1048576.*32-bit"):
         size_ranges(config(max_batch_size=4096, max_num_tokens=4096, max_seq_len=1 << 20))
+
+
+def test_refuses_tokens_that_overflow() -> None:
+    with pytest.raises(UserError, match="max_num_tokens: found 2147483000, expected at most"):
+        size_ranges(config(max_num_tokens=2_147_483_000))

@@ -20,7 +20,7 @@ from trtllm_mla.checkpoint.spec import ModelSpec
 from trtllm_mla.config import MlaPluginConfig
 from trtllm_mla.dtypes import DType
 from trtllm_mla.network.contract import LOGITS, past_latent, present_latent
-from trtllm_mla.network.graph import build_network
+from trtllm_mla.network.graph import build_network, strip_plugin_attributes
 from trtllm_mla.runtime.step import Chunk, LogitRows, build_step
 
 
@@ -60,7 +60,9 @@ class OrtNetwork:
     def __post_init__(self) -> None:
         self.spec = read_model_spec(Checkpoint.open(self.checkpoint.path))
         self.layers = self.spec.num_hidden_layers
-        model = build_network(self.spec, self.plugin, self.dtype, num_layers=self.layers, native=self.native)
+        model = build_network(self.spec, self.plugin, self.dtype, num_layers=self.layers)
+        if self.native:
+            strip_plugin_attributes(model)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = 1
         self.session = onnxruntime.InferenceSession(

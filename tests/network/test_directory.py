@@ -239,3 +239,44 @@ def test_model_refuses_what_is_no_graph_of_this_config(directory: Path) -> None:
     network.onnx_path.write_bytes(b"\xff" * 64)
     with pytest.raises(UserError, match="not an ONNX file"):
         network.model()
+
+
+def constant(**values: Any) -> Callable[[onnx.ModelProto], None]:
+    """Adds a constant inside a function body, where no list of initializers shows it."""
+
+    def change(proto: onnx.ModelProto) -> None:
+        tensor = onnx.TensorProto(data_type=onnx.TensorProto.FLOAT, **values)
+        proto.functions[0].node.append(onnx.helper.make_node("Constant", [], ["extra"], value=tensor))
+
+    return change
+
+
+def widen_the_cache(proto: onnx.ModelProto) -> None:
+    cache = next(value for value in proto.graph.input if value.name == "past_latent_0")
+    cache.type.tensor_type.shape.dim[2].dim_value = 1 << 40
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (constant(dims=[4], data_location=onnx.TensorProto.EXTERNAL), "other files"),
+        (constant(dims=[1 << 20, 1 << 20]), r"constant of shape \[1048576, 1048576\], expected at most"),
+        (widen_the_cache, "input 'past_latent_0' is not as in"),
+        (lambda proto: proto.graph.ClearField("output"), "found the outputs none, expected logits"),
+    ],
+)
+def test_model_refuses_a_graph_that_was_tampered_with(
+    directory: Path, change: Callable[[onnx.ModelProto], None], message: str
+) -> None:
+    network = NetworkDirectory.load(directory)
+    proto = network.model()
+    change(proto)
+    network.onnx_path.write_bytes(proto.SerializeToString())
+    with pytest.raises(UserError, match=message):
+        network.model()
+
+
+def test_output_through_links_in_a_circle_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("link")
+    with pytest.raises(UserError, match="links that lead in a circle"):
+        convert(checkpoint, tmp_path / "link", plugin=MlaPluginConfig())

@@ -85,8 +85,7 @@ class TestGenerate:
         for result in results:
             assert len(result.token_times) == 4
             assert 0 < result.time_to_first_token == result.token_times[0]
-            assert len(result.inter_token_latencies) == 3
-            assert sum(result.inter_token_latencies) == pytest.approx(result.token_times[-1] - result.token_times[0])
+            assert list(result.token_times) == sorted(result.token_times)
         assert results[0].time_to_first_token < results[1].time_to_first_token
 
     def test_nothing_runs_when_one_request_cannot_be_served(self):

@@ -80,7 +80,7 @@ def test_the_seed_decides():
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [[0, np.nan], [np.nan, 0], [np.inf, 0], [-np.inf, -np.inf]])
 def test_refuses_logits_that_are_not_finite(temperature, bad):
-    with pytest.raises(ValueError, match="finite largest logit"):
+    with pytest.raises(UserError, match="finite largest logit"):
         Sampler(SamplingParams(temperature=temperature))(np.array(bad, np.float32))
 
 

@@ -50,6 +50,7 @@ def test_default_lengths_cross_a_page_and_stay_within_one():
         {"max_batch_size": 1},
         {"max_batch_size": 2, "max_num_tokens": 9},
         {"max_context_kv_tokens": 7},
+        {"max_context_kv_tokens": 1},
         {"max_seq_len": 4, "max_input_len": 3},
         {"max_batch_size": 3, "max_num_tokens": 3},
     ],

@@ -22,7 +22,7 @@ from trtllm_mla.benchmark.statistics import Percentiles
 from trtllm_mla.checkpoint.files import Checkpoint
 from trtllm_mla.checkpoint.footprint import CacheFootprint, cache_footprint
 from trtllm_mla.checkpoint.spec import ModelSpec
-from trtllm_mla.config import BuildConfig, merge_plugin_configs
+from trtllm_mla.config import BuildConfig
 from trtllm_mla.dtypes import DType
 from trtllm_mla.engine.directory import ENGINE_NAME
 from trtllm_mla.errors import UserError
@@ -285,8 +285,7 @@ def bench_latency(
         UserError: A directory is unusable, the executor cannot run here, or the batch does not fit the limits.
     """
     build = build or BuildConfig()
-    network = NetworkDirectory.load(directory)
-    network = replace(network, plugin=merge_plugin_configs(network.plugin, build.mla_plugin))
+    network = NetworkDirectory.load(directory).configured(build.mla_plugin)
     opened = Checkpoint.open(checkpoint)
     if not opened.has_weights:
         raise UserError(f"{checkpoint}: found no weights, expected a checkpoint with safetensors to bind.")
@@ -364,7 +363,7 @@ def bench_executor(
 
 
 def _check_fits(options: LatencyOptions, config: SchedulerConfig) -> None:
-    config.check(Request([0] * options.input_len, options.output_len))
+    config.check_lengths(options.input_len, options.output_len)
     # A batch that is served in turns would be measured as if its requests ran together.
     if options.batch_size > config.max_batch_size:
         raise UserError(

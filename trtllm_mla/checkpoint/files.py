@@ -11,7 +11,6 @@ of the header.
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 from collections.abc import Iterator, Mapping
@@ -23,7 +22,7 @@ import ml_dtypes
 import numpy as np
 
 from trtllm_mla.errors import UserError
-from trtllm_mla.files import read_json
+from trtllm_mla.files import parse_json, read_json
 
 CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
@@ -277,14 +276,8 @@ def read_safetensors_header(file: Path) -> dict[str, TensorInfo]:
 
 
 def _parse_header(file: Path, raw: bytes) -> dict[str, Any]:
-    def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            raise ValueError("a key appears twice")
-        return result
-
     try:
-        header = json.loads(raw.decode("utf-8"), object_pairs_hook=refuse_duplicates)
+        header = parse_json(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file}: the header is not valid JSON: {error}.") from None
     if not isinstance(header, dict):

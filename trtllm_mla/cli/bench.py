@@ -14,6 +14,7 @@ from trtllm_mla.cli.options import (
     ExecutorName,
     ExecutorOption,
     JsonFileOption,
+    ThreadsOption,
 )
 
 bench = typer.Typer(help="Measure a network or an engine.", no_args_is_help=True)
@@ -36,7 +37,7 @@ def latency(
     iterations: Annotated[int, typer.Option(help="Batches that are measured.")] = 10,
     seed: Annotated[int, typer.Option(help="Seed of the random prompts.")] = 0,
     config: ConfigOption = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads of an operator.", show_default=False)] = None,
+    threads: ThreadsOption = None,
     json: JsonFileOption = None,
 ) -> None:
     """Time prefill and decode of a batch of random prompts.
@@ -46,7 +47,10 @@ def latency(
     from trtllm_mla.benchmark.latency import LatencyOptions, bench_latency
     from trtllm_mla.benchmark.report import print_latency_report
     from trtllm_mla.cli.limits import find_limits
+    from trtllm_mla.files import check_writable
 
+    if json:
+        check_writable(json)
     options = LatencyOptions(input_len, output_len, batch_size, warmup, iterations, seed)
     with ERR.status("Loading") as status:
         report = bench_latency(

@@ -47,7 +47,7 @@ def build(
             engine_dir,
             config=limits,
             backend=_backend(backend),
-            targets=targets.split(",") if targets else None,
+            targets=targets.split(",") if targets is not None else None,
             native=native,
             overwrite=overwrite,
             progress=status.update,

@@ -8,17 +8,14 @@ from typing import Annotated
 import typer
 
 from trtllm_mla.cli.console import ERR, OUT, print_json
-from trtllm_mla.cli.options import CheckpointArgument, JsonFlag, OverwriteOption
+from trtllm_mla.cli.options import CheckpointArgument, JsonFlag, OverwriteOption, PluginConfigOption
 from trtllm_mla.dtypes import DType
 
 
 def convert(
     checkpoint: CheckpointArgument,
     network_dir: Annotated[Path, typer.Argument(metavar="NETWORK_DIR", help="Directory to write.")],
-    plugin_config: Annotated[
-        Path | None,
-        typer.Option("--plugin-config", metavar="FILE", help="Plugin config (JSON or TOML).", show_default=False),
-    ] = None,
+    plugin_config: PluginConfigOption = None,
     dtype: Annotated[
         DType | None, typer.Option(help="Type of the network. Left out: the checkpoint's.", show_default=False)
     ] = None,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,6 +15,7 @@ from trtllm_mla.cli.options import (
     ExecutorName,
     ExecutorOption,
     JsonFlag,
+    ThreadsOption,
 )
 from trtllm_mla.errors import UserError
 
@@ -46,7 +46,7 @@ def generate(
         int | None, typer.Option(help="Prompt tokens of one request in a step.", show_default=False)
     ] = None,
     config: ConfigOption = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads of an operator.", show_default=False)] = None,
+    threads: ThreadsOption = None,
     json: JsonFlag = False,
 ) -> None:
     """Continue prompts with a network or an engine.
@@ -56,7 +56,6 @@ def generate(
     from trtllm_mla.checkpoint.files import Checkpoint
     from trtllm_mla.checkpoint.tokenizer import TextCodec
     from trtllm_mla.cli.limits import find_limits
-    from trtllm_mla.config import merge_plugin_configs
     from trtllm_mla.network.directory import NetworkDirectory
     from trtllm_mla.runtime.executors.factory import make_executor
     from trtllm_mla.runtime.generation import GenerationSession
@@ -65,8 +64,7 @@ def generate(
     from trtllm_mla.runtime.scheduler import Request, SchedulerConfig
 
     limits = find_limits(directory, config)
-    network = NetworkDirectory.load(directory)
-    network = replace(network, plugin=merge_plugin_configs(network.plugin, limits.mla_plugin))
+    network = NetworkDirectory.load(directory).configured(limits.mla_plugin)
     if not prompt and not input_ids:
         raise UserError("Found no prompt. Pass --prompt TEXT or --input-ids 1,2,3.")
     codec = TextCodec.load(checkpoint) if prompt or TextCodec.exists(checkpoint) else None
@@ -83,9 +81,11 @@ def generate(
         )
         for index, ids in enumerate(prompts)
     ]
-    # Requests are checked against the limits before a pool of their size is made.
+    # Requests are checked against the limits before a pool of their size is made. An engine accepts none larger than
+    # its limits fill: further requests wait for pages.
     page_size = network.plugin.page_size
-    num_pages = sum(pages_for(max(len(ids) + max_new_tokens, 1), page_size) for ids in prompts)
+    wanted = sum(pages_for(max(len(ids) + max_new_tokens, 1), page_size) for ids in prompts)
+    num_pages = min(wanted, limits.max_batch_size * pages_for(limits.max_seq_len, page_size))
     scheduling = SchedulerConfig.from_build_config(
         limits,
         network.plugin,
@@ -99,7 +99,10 @@ def generate(
     runner = make_executor(executor, network, Checkpoint.open(checkpoint), num_pages=num_pages, num_threads=threads)
     if not json:
         ERR.print(f"[dim]{runner.description}[/]", soft_wrap=True, highlight=False)
-    results = GenerationSession(runner, scheduling).generate(requests)
+    try:
+        results = GenerationSession(runner, scheduling).generate(requests)
+    finally:
+        runner.close()
     if json:
         print_json(_report(results, codec, runner.description))
     elif stream is not None:

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from trtllm_mla.cli.console import OUT, print_json
-from trtllm_mla.cli.options import CheckpointArgument, JsonFlag
+from trtllm_mla.cli.options import CheckpointArgument, JsonFlag, PluginConfigOption
 
 
 def inspect(
     checkpoint: CheckpointArgument,
-    plugin_config: Annotated[
-        Path | None,
-        typer.Option("--plugin-config", metavar="FILE", help="Plugin config (JSON or TOML).", show_default=False),
-    ] = None,
+    plugin_config: PluginConfigOption = None,
     json: JsonFlag = False,
 ) -> None:
     """Show what a checkpoint is, what its cache takes, and what would be built.
@@ -104,6 +99,8 @@ def _tiles(tile_s: int | None, num_stages: int | None, row_bytes: int) -> dict[s
 def _print(report: dict[str, Any]) -> None:
     from rich.table import Table
 
+    from trtllm_mla.network.attention import OPERATIONS_PER_LAYER
+
     model = report["pretrained_config"]
     about = Table("", "", title=report["checkpoint"], show_header=False, title_justify="left")
     about.add_row("architecture", f"{model['architecture']} ({model['model_type']})")
@@ -141,7 +138,7 @@ def _print(report: dict[str, Any]) -> None:
 
     plugin = report["mla_plugin"]
     built = Table("", "", title="What would be built", show_header=False, title_justify="left")
-    nodes = 4 if plugin["enable_matrix_absorption"] else 3
+    nodes = OPERATIONS_PER_LAYER[plugin["enable_matrix_absorption"]]
     built.add_row("MLA operations", f"{nodes} a layer, {nodes * model['num_hidden_layers']} in all")
     built.add_row("groups", "context and generation" if plugin["enable_matrix_absorption"] else "context only")
     built.add_row("prefill threshold", f"{plugin['prefill_absorption_threshold']} tokens")

@@ -28,6 +28,13 @@ JsonFileOption = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Also write the report as JSON.", show_default=False)
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON on standard output and nothing else.")]
+PluginConfigOption = Annotated[
+    Path | None,
+    typer.Option("--plugin-config", metavar="FILE", help="Plugin config (JSON or TOML).", show_default=False),
+]
+ThreadsOption = Annotated[
+    int | None, typer.Option("--threads", help="CPU threads of an operator.", show_default=False)
+]
 ConfigOption = Annotated[
     Path | None,
     typer.Option(

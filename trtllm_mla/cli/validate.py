@@ -16,6 +16,7 @@ from trtllm_mla.cli.options import (
     ExecutorName,
     ExecutorOption,
     JsonFileOption,
+    ThreadsOption,
 )
 
 COMPARISON_FAILED = 1
@@ -41,7 +42,7 @@ def validate(
         typer.Option("--plot", metavar="FILE", help="Draw each layer's error (.png, .svg, .pdf).", show_default=False),
     ] = None,
     config: ConfigOption = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads of an operator.", show_default=False)] = None,
+    threads: ThreadsOption = None,
     json: JsonFileOption = None,
 ) -> None:
     """Compare logits, cache rows and tokens with the PyTorch model; exit status 1 if they differ.
@@ -49,19 +50,27 @@ def validate(
     Example: trtllm-mla validate network --checkpoint examples/tiny-mla --json report.json
     """
     from trtllm_mla.cli.limits import find_limits
-    from trtllm_mla.validation.report import plot_errors, print_report
+    from trtllm_mla.files import check_writable
+    from trtllm_mla.validation.report import check_plot, plot_errors, print_report
+    from trtllm_mla.validation.scenarios import fit_lengths
     from trtllm_mla.validation.validate import ValidationOptions
     from trtllm_mla.validation.validate import validate as validate_directory
 
+    if plot:
+        check_plot(plot)
+    for path in (json, plot):
+        if path:
+            check_writable(path)
+    limits = find_limits(directory, config)
     options = ValidationOptions(seed=seed)
     if quick:
-        options = replace(options, lengths=QUICK_LENGTHS, greedy_tokens=QUICK_GREEDY_TOKENS)
+        options = replace(options, lengths=fit_lengths(QUICK_LENGTHS, limits), greedy_tokens=QUICK_GREEDY_TOKENS)
     with ERR.status("Validating") as status:
         report = validate_directory(
             directory,
             checkpoint,
             executor,
-            build=find_limits(directory, config),
+            build=limits,
             options=options,
             perplexity_text=text,
             num_threads=threads,

@@ -29,20 +29,17 @@ from trtllm_mla.engine.operation import OperationSettings, TargetTile
 from trtllm_mla.engine.plugin import PluginLibrary, plugin_library
 from trtllm_mla.engine.profile import SizeRange, shape_ranges, size_ranges
 from trtllm_mla.errors import UserError
-from trtllm_mla.files import atomic_directory, write_json
+from trtllm_mla.files import atomic_directory, resolve_output, write_json
+from trtllm_mla.network.attention import OPERATIONS_PER_LAYER
 from trtllm_mla.network.contract import LATENT_DIMS, LOGITS, past_latent, present_latent, step_inputs
 from trtllm_mla.network.directory import CONFIG_NAME, ONNX_NAME, WEIGHTS_NAME, NetworkConfig, NetworkDirectory
 from trtllm_mla.ops.definition import split_dim
-from trtllm_mla.ops.latent_attention.plan import default_tile
 from trtllm_mla.targets import Target
 
 if TYPE_CHECKING:
     import tensorrt as trt
 
 Progress = Callable[[str], None]
-
-# AppendLatent, GatherLatent and ContextAttention, and LatentAttention where there is a generation group.
-_OPERATIONS_PER_LAYER = {False: 3, True: 4}
 
 
 @dataclass(frozen=True)
@@ -96,7 +93,7 @@ def build(
     """
     begin = time.perf_counter()
     say = progress or (lambda line: None)
-    if network_dir.resolve().is_relative_to(engine_dir.resolve()):
+    if network_dir.resolve().is_relative_to(resolve_output(engine_dir)):
         raise UserError(f"{engine_dir}: the engine directory would replace the network in it. Name another one.")
     network = NetworkDirectory.load(network_dir)
     library = load_backend(backend or config.backend)
@@ -214,7 +211,7 @@ class _EngineBuild:
         self._compare("output", expected, [definition.get_output(i) for i in range(definition.num_outputs)])
 
         layers = self._plugin_layers()
-        count = _OPERATIONS_PER_LAYER[network.plugin.enable_matrix_absorption] * network.num_layers
+        count = OPERATIONS_PER_LAYER[network.plugin.enable_matrix_absorption] * network.num_layers
         if len(layers) != (0 if self._native else count):
             raise ValueError(f"found {len(layers)} plugin layers, expected {0 if self._native else count}")
         if not self._native:
@@ -318,14 +315,6 @@ def _choose_tile(network: NetworkDirectory, plugin: MlaPluginConfig, target: Tar
         UserError: It does not fit the target's shared memory.
     """
     spec, cache_dtype = network.spec, plugin.cache_dtype(network.dtype)
-    if plugin.tile_s is not None and plugin.num_stages is not None:
-        check_tile(plugin.tile_s, plugin.num_stages, spec.latent_width * cache_dtype.itemsize, target)
-        return TargetTile(target.name, plugin.tile_s, plugin.num_stages)
-    tile_s, num_stages = default_tile(
-        kv_lora_rank=spec.kv_lora_rank,
-        rope_dim=spec.qk_rope_head_dim,
-        model_dtype=spec.dtype,
-        cache_dtype=cache_dtype,
-        target=target,
-    )
-    return TargetTile(target.name, tile_s, num_stages)
+    tile = TargetTile.choose(spec, plugin, target)
+    check_tile(tile.tile_s, tile.num_stages, spec.latent_width * cache_dtype.itemsize, target)
+    return tile

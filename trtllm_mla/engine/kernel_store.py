@@ -151,7 +151,6 @@ class KernelStore:
                         "variant": asdict(cubin.variant),
                         "entry": cubin.entry,
                         "shared_bytes": cubin.shared_bytes,
-                        "threads": 32 * cubin.variant.num_warps,
                         "sha256": cubin.sha256,
                     }
                     for cubin in self.cubins
@@ -183,7 +182,6 @@ class _Kernel(StrictModel):
     variant: _Variant
     entry: _Identifier
     shared_bytes: _Count
-    threads: _Count
     sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$", strict=True)]
 
     @field_validator("target")

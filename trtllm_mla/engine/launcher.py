@@ -18,7 +18,7 @@ from trtllm_mla.ops.plan import Argument, Launch, LaunchPlan, ScalarArgument, Te
 from trtllm_mla.targets import KIB, TARGETS, Target
 
 WARP_SIZE = 32
-# Kernels are compiled for pointers that are multiples of this (kernel_store), which widens loads to 16 bytes.
+# Kernels are compiled for pointers that are multiples of this (``kernel_compiler``), which widens loads to 16 bytes.
 POINTER_ALIGNMENT = 16
 # More dynamic shared memory has to be asked for: CUDA C++ Programming Guide, "Shared Memory" of each generation.
 _SHARED_BYTES_WITHOUT_OPT_IN = 48 * KIB

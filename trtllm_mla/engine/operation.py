@@ -9,9 +9,13 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
+from trtllm_mla.checkpoint.spec import ModelSpec
+from trtllm_mla.config import MlaPluginConfig
 from trtllm_mla.dtypes import DType
 from trtllm_mla.ops.definition import Attribute, OpDefinition, Problem, split_dim
+from trtllm_mla.ops.latent_attention.plan import default_tile
 from trtllm_mla.ops.plan import KernelVariant, LaunchPlan
 from trtllm_mla.targets import Target, get_target
 
@@ -33,6 +37,29 @@ class TargetTile:
     target: str
     tile_s: int
     num_stages: int
+
+    @classmethod
+    def choose(cls, spec: ModelSpec, plugin: MlaPluginConfig, target: Target) -> Self:
+        """The plugin config's tile, or where it gives none the best for the target.
+
+        Args:
+            spec: The model; its ``dtype`` is the network's.
+            plugin: The plugin config.
+            target: The GPU generation.
+
+        Raises:
+            UserError: The config gives none, and rows are too wide for the target's shared memory.
+        """
+        if plugin.tile_s is not None and plugin.num_stages is not None:
+            return cls(target.name, plugin.tile_s, plugin.num_stages)
+        tile_s, num_stages = default_tile(
+            kv_lora_rank=spec.kv_lora_rank,
+            rope_dim=spec.qk_rope_head_dim,
+            model_dtype=spec.dtype,
+            cache_dtype=plugin.cache_dtype(spec.dtype),
+            target=target,
+        )
+        return cls(target.name, tile_s, num_stages)
 
 
 @dataclass(frozen=True)

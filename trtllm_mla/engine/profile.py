@@ -48,7 +48,7 @@ def size_ranges(config: BuildConfig) -> dict[str, SizeRange]:
         config: The effective build config: its ``mla_plugin`` is the engine's.
 
     Raises:
-        UserError: Cache slots of the largest pool do not fit in 32 bits.
+        UserError: Cache slots of the largest pool, or the tokens of both groups, do not fit in 32 bits.
     """
     plugin = config.mla_plugin
     tokens, requests = config.max_num_tokens, config.max_batch_size
@@ -77,6 +77,11 @@ def size_ranges(config: BuildConfig) -> dict[str, SizeRange]:
     if not plugin.enable_matrix_absorption:
         return {**ranges, "tokens": context_tokens}
     absorbed = _max_generation_tokens(config)
+    if tokens + absorbed >= MAX_INT32:
+        raise UserError(
+            f"max_num_tokens: found {tokens}, expected at most {MAX_INT32 // 2}: both groups' tokens together are a "
+            "32-bit number. Lower it."
+        )
     generation_tokens = SizeRange(0, min(opt_requests, absorbed), absorbed)
     return {
         **ranges,

@@ -13,6 +13,9 @@ from trtllm_mla.network.contract import present_latent
 # Legend: T tokens, C context tokens, G generation tokens, S cached tokens of the context group, H heads,
 # N qk_nope_head_dim, R qk_rope_head_dim, V v_head_dim, L kv_lora_rank, E hidden_size
 
+# AppendLatent, GatherLatent and ContextAttention, and LatentAttention where there is a generation group.
+OPERATIONS_PER_LAYER = {False: 3, True: 4}
+
 
 def latent_attention_block(net: NetworkBuilder, layer: int, hidden_TE: Tensor) -> Tensor:
     """The attention of one layer, from the normalised residual stream to what is added to it: [T, E]."""

@@ -7,6 +7,8 @@ source of each weight input. An engine directory holds the same three, and is re
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,11 +21,11 @@ from trtllm_mla.checkpoint.files import Checkpoint
 from trtllm_mla.checkpoint.pretrained_config import from_pretrained_config, to_pretrained_config
 from trtllm_mla.checkpoint.spec import ModelSpec
 from trtllm_mla.checkpoint.weights import WeightMap, build_weight_map, check_checkpoint
-from trtllm_mla.config import MlaPluginConfig, StrictModel, parse_config
+from trtllm_mla.config import MlaPluginConfig, StrictModel, merge_plugin_configs, parse_config
 from trtllm_mla.dtypes import DType
 from trtllm_mla.errors import UserError
-from trtllm_mla.files import atomic_directory, read_json, write_json
-from trtllm_mla.network.contract import past_latent, step_inputs
+from trtllm_mla.files import atomic_directory, read_json, resolve_output, write_json
+from trtllm_mla.network.contract import LOGITS, past_latent, present_latent, step_inputs
 from trtllm_mla.network.graph import build_network, strip_plugin_attributes
 
 if TYPE_CHECKING:
@@ -33,10 +35,12 @@ CONFIG_NAME = "config.json"
 ONNX_NAME = "network.onnx"
 WEIGHTS_NAME = "weights.json"
 
+# What fine-tunes of one architecture may differ in.
+_NOT_IN_GRAPH = frozenset({"hf_architecture", "dtype", "max_position_embeddings", "bos_token_id", "eos_token_ids"})
+
 MAX_CONFIG_BYTES = 1 << 20
 MAX_ONNX_BYTES = 1 << 28
-
-_CACHE_DTYPE_NAMES = {DType.BFLOAT16: "bf16", DType.FLOAT16: "fp16", DType.FLOAT32: "fp32"}
+MAX_CONSTANT_ELEMENTS = 1 << 16
 
 
 class NetworkConfig(StrictModel):
@@ -46,7 +50,7 @@ class NetworkConfig(StrictModel):
         version: Version of this package that wrote it.
         pretrained_config: The whole model; its ``dtype`` is the network's.
         mla_plugin: The effective plugin config: every size filled in.
-        num_layers: Layers of the network, if fewer than the model's.
+        num_layers: Layers of the network, at most the model's.
         build_config: How the engine was built; engine directories only.
     """
 
@@ -107,6 +111,25 @@ class NetworkDirectory:
             )
         return cls(path, spec, plugin, config.num_layers, weights)
 
+    def configured(self, build: MlaPluginConfig) -> NetworkDirectory:
+        """The directory with what a build config's section changes; see ``merge_plugin_configs``."""
+        return dataclasses.replace(self, plugin=merge_plugin_configs(self.plugin, build))
+
+    def check_model(self, checkpoint: Checkpoint) -> None:
+        """Checks that a checkpoint's config describes this network; its tensors are checked when they are bound.
+
+        Raises:
+            UserError: Something that the graph or the rotary table was made from differs; both values are named.
+        """
+        found = read_model_spec(checkpoint)
+        for field in dataclasses.fields(ModelSpec):
+            theirs, ours = getattr(found, field.name), getattr(self.spec, field.name)
+            if field.name not in _NOT_IN_GRAPH and theirs != ours:
+                raise UserError(
+                    f"{checkpoint.path}: {field.name}: found {theirs}, the network in {self.path} was made for "
+                    f"{ours}. Name the checkpoint it was converted from or a fine-tune of it, or convert this one."
+                )
+
     @property
     def dtype(self) -> DType:
         """Type of activations and weights."""
@@ -136,7 +159,12 @@ class NetworkDirectory:
             proto = onnx.load_model_from_string(self.onnx_path.read_bytes())
         except Exception as error:  # protobuf's DecodeError, whose module differs between its implementations
             raise UserError(f"{self.onnx_path}: not an ONNX file: {error}. Convert the checkpoint again.") from None
-        self._check(proto)
+        try:
+            self._check(proto)
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{self.onnx_path}: found a name that is no UTF-8: {error}. Convert the checkpoint again."
+            ) from None
         if native:
             model = onnx_ir.from_proto(proto)
             strip_plugin_attributes(model)
@@ -151,7 +179,7 @@ class NetworkDirectory:
         return onnx_ir.to_proto(build_network(self.spec, plugin, DType.FLOAT32, num_layers=self.num_layers))
 
     def _check(self, proto: onnx.ModelProto) -> None:
-        """Refuses a graph whose inputs are not those of the config, or that reads other files."""
+        """Refuses a graph with other inputs or outputs than the config's, with large constants, or other files."""
         import onnx
 
         found = {
@@ -160,7 +188,9 @@ class NetworkDirectory:
         }
         expected = {name: (int(self.dtype.onnx), list(shape)) for name, shape in self.weights.shapes.items()}
         others = {item.name for item in step_inputs(absorption=self.plugin.enable_matrix_absorption)}
-        others |= {past_latent(layer) for layer in range(self.num_layers)}
+        cache_dtype = self.plugin.cache_dtype(self.dtype)
+        for layer in range(self.num_layers):
+            expected[past_latent(layer)] = (int(cache_dtype.onnx), [0, 0, self.spec.latent_width])
         wrong = sorted(name for name, value in expected.items() if found.get(name) != value)
         wrong += sorted((found.keys() - expected.keys()) ^ others)
         if wrong:
@@ -168,8 +198,36 @@ class NetworkDirectory:
                 f"{self.onnx_path}: found a graph whose input '{wrong[0]}' is not as in {CONFIG_NAME} and "
                 f"{WEIGHTS_NAME}, expected files that were written together. Convert the checkpoint again."
             )
-        if any(tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in proto.graph.initializer):
-            raise UserError(f"{self.onnx_path}: found tensors kept in other files, expected none.")
+        outputs = {value.name for value in proto.graph.output}
+        if outputs != {LOGITS, *(present_latent(layer) for layer in range(self.num_layers))}:
+            raise UserError(
+                f"{self.onnx_path}: found the outputs {', '.join(sorted(outputs)) or 'none':.200}, expected {LOGITS} "
+                "and the cache of each layer. Convert the checkpoint again."
+            )
+        for tensor in _tensors(proto):
+            if tensor.data_location == onnx.TensorProto.EXTERNAL:
+                raise UserError(
+                    f"{self.onnx_path}: found tensors kept in other files, expected none. Convert the checkpoint "
+                    "again."
+                )
+            if not 0 <= math.prod(tensor.dims) <= MAX_CONSTANT_ELEMENTS:
+                raise UserError(
+                    f"{self.onnx_path}: found a constant of shape {list(tensor.dims)!s:.80}, expected at most "
+                    f"{MAX_CONSTANT_ELEMENTS} elements. Convert the checkpoint again."
+                )
+
+
+def _tensors(message: Any) -> Iterator[onnx.TensorProto]:
+    """Every tensor in a protobuf message: initializers, and constants of nodes, subgraphs and functions."""
+    import onnx
+
+    if isinstance(message, onnx.TensorProto):
+        yield message
+        return
+    for field, value in message.ListFields():
+        if field.message_type is not None:
+            for item in (value,) if hasattr(value, "ListFields") else value:
+                yield from _tensors(item)
 
 
 def convert(
@@ -199,7 +257,7 @@ def convert(
 
     checkpoint = Checkpoint.open(checkpoint_path)
     source = checkpoint_path.resolve()
-    if source.is_relative_to(output.resolve()):
+    if source.is_relative_to(resolve_output(output)):
         raise UserError(f"{output}: the output directory would replace the checkpoint in it. Name another one.")
     spec = read_model_spec(checkpoint)
     spec = dataclasses.replace(spec, dtype=dtype or spec.dtype)
@@ -242,5 +300,5 @@ def effective_plugin(plugin: MlaPluginConfig, spec: ModelSpec, *, source: str = 
                 f"{source}: {key}: found {found}, the checkpoint's {model_key} is {size}. Correct {key}, or leave it "
                 "out: sizes are then taken from the checkpoint."
             )
-    cache_dtype = _CACHE_DTYPE_NAMES[plugin.cache_dtype(spec.dtype)]
-    return plugin.model_copy(update={**{key: size for key, _, size in sizes}, "kv_cache_dtype": cache_dtype})
+    cache_dtype = plugin.cache_dtype(spec.dtype)
+    return plugin.model_copy(update={**{key: size for key, _, size in sizes}, "kv_cache_dtype": cache_dtype.triton})

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     import onnx_ir
 
 
-def build_network(
-    spec: ModelSpec, plugin: MlaPluginConfig, dtype: DType, *, num_layers: int, native: bool = False
-) -> onnx_ir.Model:
+def build_network(spec: ModelSpec, plugin: MlaPluginConfig, dtype: DType, *, num_layers: int) -> onnx_ir.Model:
     """Builds the network of a dense MLA decoder.
 
     Inputs and outputs are those of ``network/contract.py``; weights are inputs too, named as in the checkpoint. The
@@ -31,7 +29,6 @@ def build_network(
         plugin: Decides whether there is a generation group, and the cache's type.
         dtype: Type of activations and weights.
         num_layers: Layers to build, from the first.
-        native: Leave out the attributes that make TensorRT look for plugins, so that it inlines the function bodies.
     """
     net = NetworkBuilder(spec, dtype, plugin.cache_dtype(dtype), absorption=plugin.enable_matrix_absorption)
     embedding = net.weight("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
@@ -39,10 +36,7 @@ def build_network(
     for layer in range(num_layers):
         hidden_TE = net.scoped(f"layers.{layer}", _decoder_layer, layer, hidden_TE)
     net.output(net.scoped("head", _head, hidden_TE), LOGITS)
-    model = net.build()
-    if native:
-        strip_plugin_attributes(model)
-    return model
+    return net.build()
 
 
 def hidden_states(layer: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -15,6 +16,16 @@ from trtllm_mla.targets import Target
 
 if TYPE_CHECKING:
     import torch
+
+
+def check_installed() -> None:
+    """Checks that what ``run_op`` needs can be imported.
+
+    Raises:
+        MissingDependencyError: PyTorch or Triton is not installed.
+    """
+    for package in ("torch", "triton"):
+        _import(package)
 
 
 def run_op(
@@ -108,8 +119,11 @@ def _value(
 
 
 def _torch() -> ModuleType:
+    return _import("torch")
+
+
+def _import(package: str) -> ModuleType:
     try:
-        import torch
+        return importlib.import_module(package)
     except ModuleNotFoundError as error:
-        raise MissingDependencyError("torch", "run kernels in Triton's interpreter", "reference") from error
-    return torch
+        raise MissingDependencyError(package, "run kernels in Triton's interpreter", "reference") from error

@@ -33,11 +33,6 @@ class GenerationResult:
         """Seconds from the call of ``generate`` to the first new token, waiting for admission included."""
         return self.token_times[0]
 
-    @property
-    def inter_token_latencies(self) -> tuple[float, ...]:
-        """Seconds between each new token and the one before it."""
-        return tuple(np.diff(self.token_times).tolist())
-
 
 @dataclass(frozen=True)
 class StepStats:

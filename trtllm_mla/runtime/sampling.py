@@ -62,11 +62,15 @@ class Sampler:
             Its id. Among equal logits the lowest id counts as the likeliest.
 
         Raises:
-            ValueError: A logit is NaN, or none is finite.
+            UserError: A logit is NaN, or none is finite.
         """
         best = int(np.argmax(logits_V))  # NaN counts as the largest
         if not math.isfinite(logits_V[best]):
-            raise ValueError(f"found a logit {logits_V[best]} at token {best}, expected a finite largest logit")
+            raise UserError(
+                f"The network's logit of token {best} is {logits_V[best]}, expected a finite largest logit. Look for "
+                "NaN and infinity in the checkpoint's weights, or convert with --dtype bfloat16 or float32 if they "
+                "are too large for float16."
+            )
         if self._params.temperature == 0:
             return best
         weights_V = np.exp((logits_V.astype(np.float64) - float(logits_V[best])) / self._params.temperature)

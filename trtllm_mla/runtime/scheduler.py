@@ -123,25 +123,33 @@ class SchedulerConfig:
             UserError: It cannot; the message names the limit.
         """
         prompt = _token_array(request.prompt_ids)
-        length = len(prompt) + request.max_new_tokens
-        if not len(prompt):
-            raise UserError("The prompt is empty; expected at least one token.")
-        if request.max_new_tokens < 1:
-            raise UserError(f"max_new_tokens: found {request.max_new_tokens}, expected at least 1.")
+        self.check_lengths(len(prompt), request.max_new_tokens)
         outside = (prompt < 0) | (prompt >= self.vocab_size)
         if outside.any():
             raise UserError(
                 f"The prompt holds token id {prompt[outside][0]} at position {int(np.argmax(outside))}, expected ids "
                 f"from 0 to {self.vocab_size - 1}. Use the tokenizer of this checkpoint."
             )
-        if len(prompt) > self.max_input_len:
+
+    def check_lengths(self, prompt_tokens: int, max_new_tokens: int) -> None:
+        """Checks that a prompt of ``prompt_tokens`` can be served.
+
+        Raises:
+            UserError: It cannot; the message names the limit.
+        """
+        length = prompt_tokens + max_new_tokens
+        if prompt_tokens < 1:
+            raise UserError("The prompt is empty; expected at least one token.")
+        if max_new_tokens < 1:
+            raise UserError(f"max_new_tokens: found {max_new_tokens}, expected at least 1.")
+        if prompt_tokens > self.max_input_len:
             raise UserError(
-                f"The prompt has {len(prompt)} tokens, expected at most max_input_len = {self.max_input_len}. Shorten "
-                "it, or raise max_input_len in the build config."
+                f"The prompt has {prompt_tokens} tokens, expected at most max_input_len = {self.max_input_len}. "
+                "Shorten it, or raise max_input_len in the build config."
             )
         if length > self.max_seq_len:
             raise UserError(
-                f"The prompt's {len(prompt)} tokens and max_new_tokens = {request.max_new_tokens} make {length}, "
+                f"The prompt's {prompt_tokens} tokens and max_new_tokens = {max_new_tokens} make {length}, "
                 f"expected at most max_seq_len = {self.max_seq_len}. Ask for fewer new tokens, or raise max_seq_len "
                 "in the build config."
             )

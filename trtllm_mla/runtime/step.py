@@ -15,11 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from trtllm_mla.network.contract import step_inputs
+from trtllm_mla.ops.plan import MAX_INT32
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
-
-_INT32_MAX = 2**31 - 1
 
 
 class LogitRows(IntEnum):
@@ -143,7 +142,7 @@ def build_step(context: Sequence[Chunk], generation: Sequence[Chunk], *, page_si
         ValueError: A chunk is empty or starts before position 0, its pages do not cover it or lie outside the pool,
             two new tokens share a slot, or slots do not fit in int32.
     """
-    if num_pages * page_size > _INT32_MAX:
+    if num_pages * page_size > MAX_INT32:
         raise ValueError(f"found a pool of {num_pages} pages of {page_size} tokens, expected slots that fit in int32")
     first = _pack(context, page_size, num_pages)
     second = _pack(generation, page_size, num_pages)

@@ -22,9 +22,9 @@ from polygraphy.comparator import (
 )
 from polygraphy.logger import G_LOGGER
 
+from trtllm_mla.network.contract import LOGITS
 from trtllm_mla.validation import metrics
 from trtllm_mla.validation.gates import Gates
-from trtllm_mla.validation.runners import LOGITS
 from trtllm_mla.validation.scenarios import Scenario
 
 

@@ -22,18 +22,6 @@ def nonfinite_count(actual: Array, reference: Array) -> int:
     return int(actual.size + reference.size - np.isfinite(actual).sum() - np.isfinite(reference).sum())
 
 
-def cosine(actual: Array, reference: Array) -> float:
-    """Cosine of the angle between the arrays, taken as vectors. It is blind to a wrong scale: see ``norm_ratio``.
-
-    Two zero vectors have cosine 1, a zero and another vector 0.
-    """
-    actual, reference = _float64(actual, reference)
-    norms = _norm(actual) * _norm(reference)
-    if norms == 0:
-        return 1.0 if _norm(actual) == _norm(reference) else 0.0
-    return min(1.0, max(-1.0, float(actual.ravel() @ reference.ravel()) / norms)) if math.isfinite(norms) else math.nan
-
-
 def norm_ratio(actual: Array, reference: Array) -> float:
     """Length of ``actual`` divided by the length of ``reference``, both taken as vectors; 1 for two zero vectors."""
     actual, reference = _float64(actual, reference)

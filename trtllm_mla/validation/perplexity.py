@@ -18,7 +18,7 @@ from trtllm_mla.runtime.generation import ForcedSequence, cut_by_threshold, run_
 from trtllm_mla.runtime.scheduler import SchedulerConfig
 from trtllm_mla.validation.reference import ReferenceModel
 
-DEFAULT_WINDOW = 512
+DEFAULT_WINDOW = 256
 MAX_TEXT_BYTES = 1 << 26
 
 # Logits [tokens, vocab_size] of a text.

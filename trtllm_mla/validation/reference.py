@@ -52,14 +52,7 @@ class ReferenceModel:
         Raises:
             UserError: transformers cannot load it, or would leave a weight at random values.
         """
-        try:
-            import torch
-            import transformers
-        except ModuleNotFoundError as error:
-            raise MissingDependencyError(
-                error.name or "transformers", "run the PyTorch reference", "reference"
-            ) from None
-
+        torch, transformers = _libraries()
         source: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
         try:
             with _quiet(transformers):

@@ -13,9 +13,10 @@ from rich.text import Text
 
 from trtllm_mla.errors import MissingDependencyError, UserError
 from trtllm_mla.files import atomic_file
+from trtllm_mla.network.contract import LOGITS
 from trtllm_mla.validation.absorption import AbsorptionResult
 from trtllm_mla.validation.comparison import OutputComparison
-from trtllm_mla.validation.runners import LATENT_PREFIX, LOGITS
+from trtllm_mla.validation.runners import LATENT_PREFIX
 from trtllm_mla.validation.validate import ScenarioResult, ValidationReport
 
 _COLUMNS = (
@@ -104,6 +105,23 @@ def absorption_table(result: AbsorptionResult) -> Table:
     return table
 
 
+def check_plot(path: Path) -> Any:
+    """Checks that a plot can be drawn; for long work, before it begins.
+
+    Returns:
+        Matplotlib's ``Figure``.
+
+    Raises:
+        UserError: The file's suffix is none of a plot, or matplotlib is not installed.
+    """
+    if path.suffix not in _PLOT_SUFFIXES:
+        raise UserError(f"{path}: found suffix '{path.suffix}', expected one of {', '.join(sorted(_PLOT_SUFFIXES))}.")
+    try:
+        return import_module("matplotlib.figure").Figure
+    except ModuleNotFoundError:
+        raise MissingDependencyError("matplotlib", "draw a plot", "plots") from None
+
+
 def plot_errors(report: ValidationReport, path: Path) -> None:
     """Draws the cache's mean error, layer by layer, and that of the logits behind the last, for each scenario.
 
@@ -114,13 +132,7 @@ def plot_errors(report: ValidationReport, path: Path) -> None:
     Raises:
         UserError: The suffix is another, or matplotlib is not installed.
     """
-    if path.suffix not in _PLOT_SUFFIXES:
-        raise UserError(f"{path}: found suffix '{path.suffix}', expected one of {', '.join(sorted(_PLOT_SUFFIXES))}.")
-    try:
-        figure_class: Any = import_module("matplotlib.figure").Figure
-    except ModuleNotFoundError:
-        raise MissingDependencyError("matplotlib", "draw a plot", "plots") from None
-    figure = figure_class(figsize=(9, 5), layout="constrained")
+    figure = check_plot(path)(figsize=(9, 5), layout="constrained")
     axes = figure.add_subplot()
     labels: list[str] = []
     for scenario in report.scenarios:

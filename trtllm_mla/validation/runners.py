@@ -19,12 +19,12 @@ from polygraphy.common import TensorMetadata
 
 from trtllm_mla.checkpoint.spec import ModelSpec
 from trtllm_mla.dtypes import DType
+from trtllm_mla.network.contract import LOGITS
 from trtllm_mla.runtime.executors.base import Executor
 from trtllm_mla.runtime.generation import read_cached_rows, run_forced
 from trtllm_mla.validation.reference import ReferenceModel
 from trtllm_mla.validation.scenarios import forced_sequences, split_texts
 
-LOGITS = "logits"
 LATENT_PREFIX = "latent_"
 
 Outputs = dict[str, npt.NDArray[np.float32]]

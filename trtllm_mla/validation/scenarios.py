@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trtllm_mla.config import BuildConfig
 from trtllm_mla.runtime.generation import ForcedChunk, ForcedSequence
 from trtllm_mla.runtime.scheduler import SchedulerConfig
 
@@ -124,10 +125,15 @@ def default_lengths(config: SchedulerConfig) -> tuple[int, ...]:
     They are cut down where the config's limits ask for it.
     """
     page = config.page_size
-    lengths = (page + 9, page // 2 + 3, 5)[: config.max_batch_size]
-    budget = min(config.max_num_tokens, config.max_context_kv_tokens)
-    fair = max(budget // len(lengths), 1)
-    return tuple(min(length, fair, config.max_seq_len) for length in lengths)
+    return fit_lengths((page + 9, page // 2 + 3, 5), config)
+
+
+def fit_lengths(lengths: Sequence[int], limits: BuildConfig | SchedulerConfig) -> tuple[int, ...]:
+    """Lengths of texts, cut down until one step can hold all of them; texts that find no room are left out."""
+    budget = min(limits.max_num_tokens, limits.max_context_kv_tokens)
+    fitting = lengths[: min(limits.max_batch_size, budget)]
+    fair = budget // len(fitting)
+    return tuple(min(length, fair, limits.max_seq_len) for length in fitting)
 
 
 def make_scenarios(source: TokenSource, config: SchedulerConfig, lengths: Sequence[int]) -> tuple[Scenario, ...]:

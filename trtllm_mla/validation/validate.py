@@ -12,20 +12,26 @@ from typing import Any
 from trtllm_mla._version import __version__
 from trtllm_mla.checkpoint.files import Checkpoint
 from trtllm_mla.checkpoint.spec import ModelSpec
-from trtllm_mla.checkpoint.tokenizer import FILE_NAME as TOKENIZER_NAME
 from trtllm_mla.checkpoint.tokenizer import TextCodec
-from trtllm_mla.config import BuildConfig, merge_plugin_configs
+from trtllm_mla.config import BuildConfig
 from trtllm_mla.dtypes import DType
 from trtllm_mla.errors import UserError
 from trtllm_mla.network.directory import NetworkDirectory
 from trtllm_mla.runtime.executors.base import Executor
 from trtllm_mla.runtime.executors.factory import make_executor
 from trtllm_mla.runtime.generation import GenerationSession
+from trtllm_mla.runtime.pages import pages_for
 from trtllm_mla.runtime.scheduler import Request, SchedulerConfig
 from trtllm_mla.validation.absorption import AbsorptionResult, AbsorptionSizes, check_absorption
 from trtllm_mla.validation.comparison import OutputComparison, compare_runners
 from trtllm_mla.validation.gates import Gates, coarsest, gates_for
-from trtllm_mla.validation.perplexity import Perplexity, executor_perplexity, read_text, reference_perplexity
+from trtllm_mla.validation.perplexity import (
+    DEFAULT_WINDOW,
+    Perplexity,
+    executor_perplexity,
+    read_text,
+    reference_perplexity,
+)
 from trtllm_mla.validation.reference import ReferenceModel
 from trtllm_mla.validation.runners import ExecutorRunner, HuggingFaceRunner
 from trtllm_mla.validation.scenarios import TokenSource, default_lengths, make_scenarios
@@ -60,7 +66,7 @@ class ValidationOptions:
     max_abs_error: float | None = None
     absorption_check: bool = True
     perplexity_ids: tuple[int, ...] | None = None
-    perplexity_window: int = 256
+    perplexity_window: int = DEFAULT_WINDOW
 
 
 @dataclass(frozen=True)
@@ -218,14 +224,13 @@ def validate(
     """
     options = options or ValidationOptions()
     build = build or BuildConfig()
-    network = NetworkDirectory.load(directory)
-    network = replace(network, plugin=merge_plugin_configs(network.plugin, build.mla_plugin))
+    network = NetworkDirectory.load(directory).configured(build.mla_plugin)
     opened = Checkpoint.open(checkpoint)
     if not opened.has_weights:
         raise UserError(f"{checkpoint}: found no weights, expected a checkpoint with safetensors to compare with.")
     if perplexity_text is not None:
         options = replace(options, perplexity_ids=tuple(read_text(perplexity_text, checkpoint)))
-    text_ids = TextCodec.load(checkpoint).encode(SAMPLE_TEXT) if (checkpoint / TOKENIZER_NAME).is_file() else None
+    text_ids = TextCodec.load(checkpoint).encode(SAMPLE_TEXT) if TextCodec.exists(checkpoint) else None
 
     def config_for(num_pages: int) -> SchedulerConfig:
         return SchedulerConfig.from_build_config(
@@ -335,8 +340,8 @@ def pages_for_validation(config: SchedulerConfig, options: ValidationOptions) ->
     """Pages that a pool needs for ``validate_executor``."""
     lengths = options.lengths or default_lengths(config)
     window = _perplexity_window(config, options) if options.perplexity_ids else 0
-    together = sum(-(-(length + options.greedy_tokens) // config.page_size) for length in lengths)
-    return max(together, -(-window // config.page_size))
+    longest = (min(length + options.greedy_tokens, config.max_seq_len) for length in lengths)
+    return max(sum(pages_for(length, config.page_size) for length in longest), pages_for(window, config.page_size))
 
 
 def _perplexity_window(config: SchedulerConfig, options: ValidationOptions) -> int:
@@ -366,6 +371,7 @@ def _compare_greedy(
     gates: Gates,
 ) -> tuple[GreedyResult, ...]:
     """Serves prompts together, once as the config says and once in chunks that cross the threshold both ways."""
+    new_tokens = min(new_tokens, config.max_seq_len - 1)
     fitting = tuple(min(length, config.max_seq_len - new_tokens, config.max_input_len) for length in lengths)
     prompts = [source.draw(length, text=index == 0) for index, length in enumerate(fitting)]
     expected = tuple(tuple(reference.generate(prompt, new_tokens)) for prompt in prompts)

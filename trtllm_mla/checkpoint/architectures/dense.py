@@ -19,7 +19,7 @@ from trtllm_mla.dtypes import DType
 from trtllm_mla.errors import UserError
 
 MAX_DIMENSION = 1 << 24
-MAX_LAYERS = 1 << 12
+MAX_LAYERS = 1 << 9
 
 # The norms on the latents are made without an epsilon in transformers, so they keep its default.
 LATENT_NORM_EPS = 1e-6
@@ -27,7 +27,7 @@ LATENT_NORM_EPS = 1e-6
 Dimension = Annotated[int, Field(gt=0, le=MAX_DIMENSION, strict=True)]
 Layers = Annotated[int, Field(gt=0, le=MAX_LAYERS, strict=True)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]
-Number = Annotated[float, Field(ge=0, le=1e9, strict=True, allow_inf_nan=False)]
+Number = Annotated[float, Field(ge=0, le=1e3, strict=True, allow_inf_nan=False)]
 PositiveNumber = Annotated[float, Field(gt=0, le=1e9, strict=True, allow_inf_nan=False)]
 RopeTheta = Annotated[float, Field(gt=1, le=1e15, strict=True, allow_inf_nan=False)]
 Epsilon = Annotated[float, Field(gt=0, lt=1, strict=True, allow_inf_nan=False)]
@@ -35,9 +35,9 @@ Flag = Annotated[bool, Field(strict=True)]
 
 
 class RopeConfig(StrictModel):
-    """The keys of ``rope_parameters`` (older: ``rope_scaling``) that decide the angles; others are ignored."""
+    """The keys of ``rope_parameters`` (older: ``rope_scaling``) that decide the angles; others have no effect."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="allow")
 
     rope_type: str | None = None
     type: str | None = None
@@ -79,6 +79,7 @@ class HfConfig(StrictModel):
     kv_lora_rank: Dimension
     qk_nope_head_dim: Dimension
     qk_rope_head_dim: Dimension
+    head_dim: Dimension | None = None
     v_head_dim: Dimension
     hidden_act: str = "silu"
     max_position_embeddings: Dimension
@@ -112,6 +113,11 @@ class HfConfig(StrictModel):
             raise ValueError(f"hidden_act: found '{self.hidden_act:.80}', expected 'silu'")
         if self.qk_rope_head_dim % 2:
             raise ValueError(f"qk_rope_head_dim: found {self.qk_rope_head_dim}, expected an even number")
+        if self.head_dim not in (None, self.qk_rope_head_dim):
+            raise ValueError(
+                f"head_dim: found {self.head_dim}, expected qk_rope_head_dim = {self.qk_rope_head_dim}: transformers "
+                "takes the rotary frequencies from it"
+            )
         return self
 
     @property
@@ -242,7 +248,8 @@ def _layer_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def _dtype(values: HfConfig, *, source: str) -> DType:
-    name = values.dtype or values.torch_dtype or DType.FLOAT32.value
+    given = (name for name in (values.dtype, values.torch_dtype) if name is not None)
+    name = next(given, DType.FLOAT32.value)
     try:
         return DType(name.removeprefix("torch."))
     except ValueError:

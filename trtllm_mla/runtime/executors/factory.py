@@ -10,9 +10,10 @@ from trtllm_mla.checkpoint.rope import MAX_POSITIONS, rotary_cos_sin
 from trtllm_mla.checkpoint.weights import bind
 from trtllm_mla.dtypes import DType
 from trtllm_mla.engine.directory import EngineDirectory
+from trtllm_mla.engine.operation import TargetTile
 from trtllm_mla.errors import UserError
 from trtllm_mla.network.directory import NetworkDirectory
-from trtllm_mla.ops.latent_attention.plan import default_tile
+from trtllm_mla.ops.plan import MAX_INT32
 from trtllm_mla.runtime.executors.base import Executor, Float32Array
 from trtllm_mla.runtime.executors.interpreter import InterpreterExecutor, KernelSettings
 from trtllm_mla.runtime.executors.onnxruntime import OnnxRuntimeExecutor
@@ -20,7 +21,7 @@ from trtllm_mla.runtime.executors.tensorrt import TensorRTExecutor
 from trtllm_mla.targets import get_target
 
 INTERPRETER_TARGET = "sm_90"
-_INT32_MAX = 2**31 - 1
+MAX_THREADS = 1024
 
 
 def make_executor(
@@ -42,11 +43,12 @@ def make_executor(
     if name not in EXECUTORS:
         raise UserError(f"executor: found '{name}', expected one of {', '.join(EXECUTORS)}.")
     page_size = directory.plugin.page_size
-    most = _INT32_MAX // page_size
+    most = MAX_INT32 // page_size
     if not 1 <= num_pages <= most:
         raise UserError(f"num_pages: found {num_pages}, expected 1 to {most} pages of {page_size} tokens.")
-    if num_threads is not None and num_threads < 1:
-        raise UserError(f"num_threads: found {num_threads}, expected at least 1.")
+    if num_threads is not None and not 1 <= num_threads <= MAX_THREADS:
+        raise UserError(f"num_threads: found {num_threads}, expected 1 to {MAX_THREADS}.")
+    directory.check_model(checkpoint)
     return EXECUTORS[name](directory, checkpoint, num_pages, num_threads)
 
 
@@ -98,18 +100,9 @@ def _make_tensorrt(
 
 
 def _kernel_settings(directory: NetworkDirectory) -> KernelSettings:
-    spec, plugin = directory.spec, directory.plugin
     target = get_target(INTERPRETER_TARGET)
-    if plugin.tile_s is not None and plugin.num_stages is not None:
-        return KernelSettings(target, plugin.tile_s, plugin.num_stages)
-    tile_s, num_stages = default_tile(
-        kv_lora_rank=spec.kv_lora_rank,
-        rope_dim=spec.qk_rope_head_dim,
-        model_dtype=directory.dtype,
-        cache_dtype=plugin.cache_dtype(directory.dtype),
-        target=target,
-    )
-    return KernelSettings(target, tile_s, num_stages)
+    tile = TargetTile.choose(directory.spec, directory.plugin, target)
+    return KernelSettings(target, tile.tile_s, tile.num_stages)
 
 
 _Maker = Callable[[NetworkDirectory, Checkpoint, int, int | None], Executor]

@@ -15,7 +15,7 @@ import numpy as np
 
 from trtllm_mla.network.contract import LOGITS, past_latent
 from trtllm_mla.ops import DOMAIN, OPS, OpDefinition
-from trtllm_mla.ops.interpreter import run_op
+from trtllm_mla.ops.interpreter import check_installed, run_op
 from trtllm_mla.runtime.executors.base import Float32Array
 from trtllm_mla.runtime.executors.graph import Array, GraphSignature
 from trtllm_mla.runtime.step import StepInputs
@@ -55,6 +55,9 @@ class InterpreterExecutor:
         num_pages: Pages in each layer's pool.
         page_size: Tokens in a page.
         settings: Whose launch plans are run.
+
+    Raises:
+        MissingDependencyError: PyTorch or Triton is not installed.
     """
 
     name = "interpreter"
@@ -72,6 +75,7 @@ class InterpreterExecutor:
         import onnx
         from onnx.reference import ReferenceEvaluator
 
+        check_installed()
         self.num_pages = num_pages
         self.page_size = page_size
         self._signature = GraphSignature.of(model)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trtllm_mla.dtypes import DType
+from trtllm_mla.errors import UserError
 from trtllm_mla.network.contract import LOGITS, past_latent, present_latent
 from trtllm_mla.runtime.executors.base import Float32Array
 from trtllm_mla.runtime.executors.graph import Array, GraphSignature
@@ -31,6 +32,9 @@ class OnnxRuntimeExecutor:
         page_size: Tokens in a page.
         twin_of: Type of the network that ``model`` stands in for, if it is another.
         num_threads: Threads of an operator; None leaves the number to ONNX Runtime.
+
+    Raises:
+        UserError: ONNX Runtime refuses the network, or the pools are larger than this machine's memory.
     """
 
     name = "onnxruntime"
@@ -59,9 +63,15 @@ class OnnxRuntimeExecutor:
         options.intra_op_num_threads = num_threads or 0
         # A memory pattern is kept for every combination of input shapes, and shapes differ from step to step.
         options.enable_mem_pattern = False
-        self._session = onnxruntime.InferenceSession(
-            model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-        )
+        try:
+            self._session = onnxruntime.InferenceSession(
+                model.SerializeToString(), options, providers=["CPUExecutionProvider"], enable_fallback=0
+            )
+        except Exception as error:  # ONNX Runtime's exceptions have no common base class
+            raise UserError(
+                f"ONNX Runtime {onnxruntime.__version__} cannot load the network: {error}. Convert the checkpoint "
+                "again."
+            ) from error
         self._binding = self._session.io_binding()
         for name, array in weights.items():
             self._binding.bind_ortvalue_input(name, _ort_value(array))
@@ -78,7 +88,10 @@ class OnnxRuntimeExecutor:
             self._binding.bind_ortvalue_input(name, _ort_value(array))
         logits = np.empty((len(step.last_token_ids), self._signature.vocab_size), np.float32)
         self._binding.bind_ortvalue_output(LOGITS, _ort_value(logits))
-        self._session.run_with_iobinding(self._binding)
+        try:
+            self._session.run_with_iobinding(self._binding)
+        except Exception as error:  # as in __init__; a step may need more memory than there is
+            raise UserError(f"ONNX Runtime cannot run the network: {error}.") from error
         return logits
 
     def read_cache(self, layer: int) -> Float32Array:
