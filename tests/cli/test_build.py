@@ -21,6 +21,9 @@ def test_an_engine_runs_on_the_cpu_executors_too(command, network, checkpoint, b
     from_engine = command("generate", engine, "-c", checkpoint[0], *prompt)
     from_network = command("generate", network, "-c", checkpoint[0], *prompt)
     assert from_engine.json["output_ids"] == from_network.json["output_ids"]
+    interpreted = command("generate", engine, "-c", checkpoint[0], *prompt, "--executor", "interpreter")
+    assert interpreted.json["output_ids"] == from_network.json["output_ids"]
+    assert "Triton kernels for sm_89" in interpreted.json["executor"]
     too_long = command("generate", engine, "-c", checkpoint[0], "--input-ids", ",".join(["1"] * 128), "--json")
     assert too_long.status == 2
     assert "max_input_len = 127" in too_long.err

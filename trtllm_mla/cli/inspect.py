@@ -128,7 +128,7 @@ def _print(report: dict[str, Any]) -> None:
     )
     labels = {
         "latent": "MLA: latent and rotary key",
-        "grouped_query_8": "GQA, 8 key-value heads of these widths",
+        "grouped_query_8": "GQA, at most 8 heads of these widths",
         "multi_head": "MHA, heads of these widths",
         "decompressed": "this model, keys and values decompressed",
     }

@@ -100,9 +100,12 @@ def _make_tensorrt(
 
 
 def _kernel_settings(directory: NetworkDirectory) -> KernelSettings:
-    target = get_target(INTERPRETER_TARGET)
-    tile = TargetTile.choose(directory.spec, directory.plugin, target)
-    return KernelSettings(target, tile.tile_s, tile.num_stages)
+    """Whose plans are interpreted: those of an engine's first target, or what a network would get on one."""
+    if EngineDirectory.is_engine(directory.path):
+        tile = EngineDirectory.load(directory.path).info.tiles[0]
+    else:
+        tile = TargetTile.choose(directory.spec, directory.plugin, get_target(INTERPRETER_TARGET))
+    return KernelSettings(get_target(tile.target), tile.tile_s, tile.num_stages)
 
 
 _Maker = Callable[[NetworkDirectory, Checkpoint, int, int | None], Executor]
