@@ -111,12 +111,12 @@ def test_the_workspace_of_every_smaller_step_stays_within_the_bound(seed: int) -
         problem = random_problem(rng)
         bound = max_workspace_bytes(problem)
         assert LATENT_ATTENTION.plan(problem).workspace_bytes <= bound
-        for _ in range(10):
-            smaller = {name: rng.randint(0, problem.dims[name]) for name in LATENT_ATTENTION.dynamic_dims}
+        for _ in range(30):
+            smaller = {name: rng.randint(0, problem.dims[name]) for name in sorted(LATENT_ATTENTION.dynamic_dims)}
             found = LATENT_ATTENTION.plan(replace(problem, dims={**problem.dims, **smaller})).workspace_bytes
             assert found <= bound
             used += found > 0
-    assert used > 100
+    assert used > 100, used
 
 
 def test_the_workspace_bound_does_not_grow_with_the_step() -> None:
