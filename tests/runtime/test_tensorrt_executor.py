@@ -295,6 +295,15 @@ class TestBinding:
         with pytest.raises(ValueError, match=r"input 'model.norm.weight': found float32, expected DataType.BF16"):
             make(engine, device, tensorrt, weights)
 
+    def test_an_array_with_gaps_is_refused(
+        self, engine: EngineDirectory, device: FakeDevice, tensorrt: FakeTensorRT, weights: dict[str, Any]
+    ) -> None:
+        weights["model.norm.weight"] = np.repeat(weights["model.norm.weight"], 2)[::2]
+        with pytest.raises(
+            ValueError, match=r"input 'model.norm.weight': found strides \(4,\), expected a contiguous"
+        ):
+            make(engine, device, tensorrt, weights)
+
     def test_describes_itself(self, executor: TensorRTExecutor) -> None:
         assert (executor.name, executor.num_pages, executor.page_size) == ("tensorrt", NUM_PAGES, PAGE_SIZE)
         version = load_backend("tensorrt-rtx").version

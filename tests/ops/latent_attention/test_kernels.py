@@ -236,11 +236,12 @@ def test_a_single_key_gives_its_latent_and_its_score() -> None:
         assert (log_sum_exp[request] - query @ row * 0.11).abs().max() <= LOG_SUM_EXP_TOLERANCE
 
 
-@pytest.mark.parametrize("target", [ONE_MULTIPROCESSOR, MANY_MULTIPROCESSORS], ids=["1", "1000"])
-def test_requests_without_keys_give_zeros(target: Target) -> None:
+@pytest.mark.parametrize(("columns", "is_split"), [(1, False), (40, True)], ids=["whole", "split"])
+def test_requests_without_keys_give_zeros(columns: int, is_split: bool) -> None:
     inputs = make_inputs([(1, 0), (2, 0), (0, 0)], DType.BFLOAT16)
-    inputs["block_offsets"] = torch.full((3, 40), BEYOND_EVERY_POOL, dtype=torch.int32)
-    output, log_sum_exp = attend(inputs, DType.BFLOAT16, target=target)
+    inputs["block_offsets"] = torch.full((3, columns), BEYOND_EVERY_POOL, dtype=torch.int32)
+    assert (splits_of(plan_for(inputs, DType.BFLOAT16)) > 1) == is_split
+    output, log_sum_exp = attend(inputs, DType.BFLOAT16)
     assert torch.equal(output, torch.zeros_like(output))
     assert log_sum_exp.isneginf().all()
 

@@ -149,6 +149,14 @@ class TestNetwork:
             written = np.isfinite(executor.read_cache(layer)).all(axis=-1)
             assert np.argwhere(written).tolist() == [[2, offset] for offset in range(5)]
 
+    def test_a_pool_with_gaps_is_refused(self):
+        executor = make_network("yarn").interpreter(num_pages=3, page_size=16)
+        pool = executor._fixed["past_latent_1"]
+        executor._fixed["past_latent_1"] = np.repeat(pool, 2, axis=0)[::2]
+        chunk = Chunk(np.array(TOKENS[:5], np.int32), 0, np.array([2], np.int32), LogitRows.NONE)
+        with pytest.raises(ValueError, match="AppendLatent: output 0 is not the memory of input 0"):
+            executor.run(build_step([], [chunk], page_size=16, num_pages=3))
+
     def test_description_says_what_runs(self):
         executor = make_network("yarn", dtype=DType.BFLOAT16).interpreter(num_pages=1, page_size=16)
         assert executor.description == (

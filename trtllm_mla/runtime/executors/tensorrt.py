@@ -178,6 +178,8 @@ class TensorRTExecutor:
         """Copies an array to the input's buffer, and tells TensorRT where it is and how large."""
         if self._engine.get_tensor_dtype(name) != self._backend.data_type(_type_name(array)):
             raise ValueError(f"input '{name}': found {array.dtype}, expected {self._engine.get_tensor_dtype(name)}")
+        if not array.flags.c_contiguous:
+            raise ValueError(f"input '{name}': found strides {array.strides}, expected a contiguous array")
         address = self._buffer(name, array.nbytes)
         if array.nbytes:
             self._device.copy_to_device(address, array, self._stream)
