@@ -75,9 +75,9 @@ class TestCompileKernels:
         self, op: str, tmp_path: Path, cache_dir: Path
     ) -> None:
         """The signature's, and two pointers to scratch memory that is not used."""
-        with kernel_compiler._triton_cache(cache_dir):
+        with kernel_compiler.triton_cache(cache_dir):
             for variant in variants(op):
-                ptx = kernel_compiler._compile(variant, SM_89).asm["ptx"]
+                ptx = kernel_compiler.compile_variant(variant, SM_89).asm["ptx"]
                 entry = re.search(rf"\.entry {variant.kernel}\((.*?)\)", ptx, re.S)
                 assert entry is not None
                 found = re.findall(r"\.param \.(\w+)", entry[1])
@@ -86,8 +86,8 @@ class TestCompileKernels:
                 assert found == [*expected, "u64", "u64"]
 
     def test_pointers_count_as_aligned(self, cache_dir: Path) -> None:
-        with kernel_compiler._triton_cache(cache_dir):
-            ptx = kernel_compiler._compile(GATHER, SM_89).asm["ptx"]
+        with kernel_compiler.triton_cache(cache_dir):
+            ptx = kernel_compiler.compile_variant(GATHER, SM_89).asm["ptx"]
         assert re.search(r"ld\.global\S*\.v4", ptx)
 
     def test_too_much_shared_memory_is_refused(self, tmp_path: Path, cache_dir: Path) -> None:

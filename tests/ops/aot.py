@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from trtllm_mla.ops.kernels import jit_kernel
+from trtllm_mla.engine import kernel_compiler, kernel_resources
 from trtllm_mla.ops.plan import KernelVariant
 from trtllm_mla.targets import Target
 
@@ -31,11 +30,6 @@ class Compiled:
         """Global loads and stores, and copies to shared memory, of 16 bytes."""
         return len(re.findall(r"(?:ld|st)\.global\S*\.v4\.b32|cp\.async\.cg\S* \[[^]]*\], \[[^]]*\], 0x10", self.ptx))
 
-    @property
-    def scalar_global_accesses(self) -> int:
-        """Global loads and stores of a single element."""
-        return len(re.findall(r"(?:ld|st)\.global(?!\S*\.v[24]\.)", self.ptx))
-
 
 def compile_variant(variant: KernelVariant, target: Target, directory: Path) -> Compiled:
     """Compiles a variant for a target; needs no GPU.
@@ -43,32 +37,9 @@ def compile_variant(variant: KernelVariant, target: Target, directory: Path) -> 
     Args:
         variant: The variant.
         target: The GPU generation.
-        directory: Where the cubin is put.
+        directory: Where Triton's cache is put.
     """
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    constants = {**dict(variant.constants), "INTERPRET": False}
-    source = ASTSource(
-        fn=jit_kernel(variant.op, variant.kernel),
-        signature={**dict(variant.signature), **dict.fromkeys(constants, "constexpr")},
-        constexprs=constants,
-        attrs={
-            (index,): [["tt.divisibility", 16]]
-            for index, (_, parameter_type) in enumerate(variant.signature)
-            if parameter_type.startswith("*")
-        },
-    )
-    compiled = triton.compile(
-        source,
-        target=GPUTarget("cuda", target.compute_capability, 32),
-        options={"num_warps": variant.num_warps, "num_stages": variant.num_stages, "enable_fp_fusion": True},
-    )
-    cubin = directory / f"{variant.key}-{target.name}.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    usage = subprocess.run([cuobjdump, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
-    stack = re.search(r"STACK:(\d+)", usage)
-    assert stack, usage
-    return Compiled(compiled.metadata.shared, int(stack[1]), compiled.asm["ptx"])
+    with kernel_compiler.triton_cache(directory / "triton-cache"):
+        compiled = kernel_compiler.compile_variant(variant, target)
+    _, stack_bytes = kernel_resources.resource_usage(compiled.asm["cubin"])
+    return Compiled(compiled.metadata.shared, stack_bytes, compiled.asm["ptx"])

@@ -65,11 +65,11 @@ def compile_kernels(
         raise MissingDependencyError("triton", "compile the MLA kernels", "rtx") from error
     jobs = tuple(dict.fromkeys(jobs))
     cubins = []
-    with _triton_cache(cache_dir or default_cache_dir()):
+    with triton_cache(cache_dir or default_cache_dir()):
         for index, (variant, target) in enumerate(jobs):
             if progress is not None:
                 progress(f"{variant.kernel} for {target.name}", index, len(jobs))
-            compiled = _compile(variant, target)
+            compiled = compile_variant(variant, target)
             code: bytes = compiled.asm["cubin"]
             path = cubin_path(directory, variant, target.name)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,12 @@ def compile_kernels(
     return store
 
 
-def _compile(variant: KernelVariant, target: Target) -> CompiledKernel:
+def compile_variant(variant: KernelVariant, target: Target) -> CompiledKernel:
+    """Compiles one variant for a target; needs no GPU. ``triton_cache`` says where Triton keeps it.
+
+    Raises:
+        UserError: The kernel takes more shared memory than the target has.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -121,7 +126,7 @@ def _compile(variant: KernelVariant, target: Target) -> CompiledKernel:
 
 
 @contextmanager
-def _triton_cache(directory: Path) -> Iterator[None]:
+def triton_cache(directory: Path) -> Iterator[None]:
     """Makes Triton keep compiled kernels in ``directory``.
 
     Raises:
