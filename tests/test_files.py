@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from trtllm_mla.errors import UserError
-from trtllm_mla.files import atomic_directory, atomic_file, check_writable, read_json, write_json
+from trtllm_mla.files import atomic_directory, atomic_file, check_writable, read_table, write_json
 
 
 def fail_after_writing(path: Path) -> None:
@@ -103,19 +103,24 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     write_json(path, {"a": 1})
     with pytest.raises(RuntimeError), atomic_file(path) as temporary:
         fail_after_writing(temporary)
-    assert read_json(path, max_bytes=100) == {"a": 1}
+    assert read_table(path, max_bytes=100) == {"a": 1}
     assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"{", "not valid JSON"), (b"[]", "found a JSON list"), (b"\xff", "not valid JSON"), (b" " * 101, "at most 100")],
+    [
+        (b"{", "not valid JSON"),
+        (b"[]", "found a list at the top level"),
+        (b"\xff", "not valid JSON"),
+        (b" " * 101, "at most 100"),
+    ],
 )
 def test_unusable_json_is_named(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "a.json"
     path.write_bytes(content)
     with pytest.raises(UserError, match=message):
-        read_json(path, max_bytes=100)
+        read_table(path, max_bytes=100)
 
 
 def test_a_failure_removes_the_parents_that_were_made(tmp_path: Path) -> None:

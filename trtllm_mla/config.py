@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import reprlib
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
@@ -11,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from trtllm_mla.dtypes import DType
 from trtllm_mla.errors import UserError
-from trtllm_mla.files import parse_json
+from trtllm_mla.files import read_table
 from trtllm_mla.targets import KIB, Target, get_target
 
 PageSize = Literal[16, 32, 64, 128]
@@ -160,7 +159,7 @@ def load_config(path: Path, model: type[_Model]) -> _Model:
         UserError: The file cannot be read, is no JSON or TOML, or does not describe a ``model``; the message names
             the key, what was found and what was expected.
     """
-    return parse_config(read_mapping(path), model, source=str(path))
+    return parse_config(read_table(path, max_bytes=MAX_CONFIG_BYTES), model, source=str(path))
 
 
 def parse_config(values: object, model: type[_Model], *, source: str) -> _Model:
@@ -187,27 +186,6 @@ def parse_config(values: object, model: type[_Model], *, source: str) -> _Model:
             f"{source}: found a text with half of a surrogate pair, expected valid Unicode. Correct its escape "
             "\\ud800 to \\udfff."
         ) from None
-
-
-def read_mapping(path: Path) -> dict[str, Any]:
-    """Reads a JSON or TOML file that holds one table.
-
-    Raises:
-        UserError: The file is missing, larger than 1 MiB, or malformed.
-    """
-    if not path.is_file():
-        raise UserError(f"{path}: no such file. Expected a JSON or TOML config file.")
-    if path.stat().st_size > MAX_CONFIG_BYTES:
-        raise UserError(f"{path}: found {path.stat().st_size} bytes, expected a config of at most {MAX_CONFIG_BYTES}.")
-    try:
-        text = path.read_text(encoding="utf-8")
-        values = tomllib.loads(text) if path.suffix == ".toml" else parse_json(text)
-    except (ValueError, RecursionError) as error:
-        kind = "TOML" if path.suffix == ".toml" else "JSON"
-        raise UserError(f"{path}: not valid {kind}: {error}.") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: found a {type(values).__name__} at the top level, expected a table of keys.")
-    return values
 
 
 def _describe(error: Any, model: type[BaseModel]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -139,8 +140,8 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def read_json(path: Path, *, max_bytes: int) -> dict[str, Any]:
-    """Reads a JSON object.
+def read_table(path: Path, *, max_bytes: int) -> dict[str, Any]:
+    """Reads a JSON object, or a TOML table where the name ends in ``.toml``.
 
     Args:
         path: The file.
@@ -154,10 +155,11 @@ def read_json(path: Path, *, max_bytes: int) -> dict[str, Any]:
     size = path.stat().st_size
     if size > max_bytes:
         raise UserError(f"{path}: found {size} bytes, expected at most {max_bytes}.")
+    kind, parse = ("TOML", tomllib.loads) if path.suffix == ".toml" else ("JSON", parse_json)
     try:
-        value = parse_json(path.read_text(encoding="utf-8"))
+        value = parse(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not valid JSON: {error}.") from None
+        raise UserError(f"{path}: not valid {kind}: {error}.") from None
     if not isinstance(value, dict):
-        raise UserError(f"{path}: found a JSON {type(value).__name__}, expected an object.")
+        raise UserError(f"{path}: found a {type(value).__name__} at the top level, expected a table of keys.")
     return value

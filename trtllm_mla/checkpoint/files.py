@@ -22,7 +22,7 @@ import ml_dtypes
 import numpy as np
 
 from trtllm_mla.errors import UserError
-from trtllm_mla.files import parse_json, read_json
+from trtllm_mla.files import parse_json, read_table
 
 CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
@@ -119,11 +119,11 @@ class Checkpoint:
                 f"{path}: no such directory. Expected a local Hugging Face checkpoint with a {CONFIG_NAME}; download "
                 "one first, for example with: hf download OWNER/NAME --local-dir DIRECTORY"
             )
-        config = read_json(path / CONFIG_NAME, max_bytes=MAX_CONFIG_BYTES)
+        config = read_table(path / CONFIG_NAME, max_bytes=MAX_CONFIG_BYTES)
         generation_path = path / GENERATION_CONFIG_NAME
         generation_config = None
         if generation_path.exists():
-            generation_config = read_json(generation_path, max_bytes=MAX_CONFIG_BYTES)
+            generation_config = read_table(generation_path, max_bytes=MAX_CONFIG_BYTES)
         tensors = _read_tensors(path)
         return cls(path, config, generation_config, tensors is not None, tensors or {})
 
@@ -182,7 +182,7 @@ def _read_tensors(path: Path) -> dict[str, TensorInfo] | None:
 
 
 def _read_shards(path: Path, index: Path) -> dict[str, TensorInfo] | None:
-    weight_map = read_json(index, max_bytes=MAX_INDEX_BYTES).get("weight_map")
+    weight_map = read_table(index, max_bytes=MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{index}: found no table 'weight_map', expected one that gives each tensor's file.")
     for tensor, shard in weight_map.items():

@@ -20,7 +20,7 @@ from trtllm_mla.checkpoint.spec import ModelSpec
 from trtllm_mla.config import StrictModel, parse_config
 from trtllm_mla.dtypes import DType
 from trtllm_mla.errors import UserError
-from trtllm_mla.files import read_json, write_json
+from trtllm_mla.files import read_table, write_json
 
 VERSION: Literal[1] = 1
 MAX_FILE_BYTES = 1 << 26
@@ -206,7 +206,7 @@ class WeightMap(StrictModel):
         Raises:
             UserError: The file is missing, too large, or not what ``save`` writes.
         """
-        return parse_config(read_json(path, max_bytes=MAX_FILE_BYTES), cls, source=str(path))
+        return parse_config(read_table(path, max_bytes=MAX_FILE_BYTES), cls, source=str(path))
 
     def save(self, path: Path) -> None:
         """Writes ``weights.json``, atomically."""

@@ -24,7 +24,7 @@ from trtllm_mla.config import BackendName, BuildConfig, StrictModel, parse_confi
 from trtllm_mla.engine.kernel_store import KernelStore
 from trtllm_mla.engine.operation import TargetTile
 from trtllm_mla.errors import UserError
-from trtllm_mla.files import read_json
+from trtllm_mla.files import read_table
 from trtllm_mla.network.directory import CONFIG_NAME, MAX_CONFIG_BYTES, NetworkDirectory
 
 ENGINE_NAME = "rank0.engine"
@@ -115,7 +115,7 @@ class EngineDirectory:
                 f"{path}: found no {ENGINE_NAME}, expected an engine directory. Make one with: trtllm-mla build"
             )
         source = f"{path / CONFIG_NAME}: build_config.trtllm_mla"
-        config = read_json(path / CONFIG_NAME, max_bytes=MAX_CONFIG_BYTES)
+        config = read_table(path / CONFIG_NAME, max_bytes=MAX_CONFIG_BYTES)
         build_config = config.get("build_config")
         if not isinstance(build_config, dict) or "trtllm_mla" not in build_config:
             raise UserError(f"{source}: missing; expected the config of an engine. Build the engine again.")

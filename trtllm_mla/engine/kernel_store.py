@@ -19,7 +19,7 @@ from pydantic import Field, StringConstraints, field_validator
 
 from trtllm_mla.config import StrictModel, parse_config
 from trtllm_mla.errors import UserError
-from trtllm_mla.files import read_json, write_json
+from trtllm_mla.files import read_table, write_json
 from trtllm_mla.ops.plan import KernelVariant
 from trtllm_mla.targets import TARGETS, Target
 
@@ -122,7 +122,7 @@ class KernelStore:
             UserError: The manifest is malformed, or a cubin is missing or not what was compiled.
         """
         path = directory / MANIFEST
-        manifest = parse_config(read_json(path, max_bytes=MAX_MANIFEST_BYTES), _Manifest, source=str(path))
+        manifest = parse_config(read_table(path, max_bytes=MAX_MANIFEST_BYTES), _Manifest, source=str(path))
         cubins = [
             Cubin(
                 entry.variant.to_variant(),

@@ -24,7 +24,7 @@ from trtllm_mla.checkpoint.weights import WeightMap, build_weight_map, check_che
 from trtllm_mla.config import MlaPluginConfig, StrictModel, merge_plugin_configs, parse_config
 from trtllm_mla.dtypes import DType
 from trtllm_mla.errors import UserError
-from trtllm_mla.files import atomic_directory, read_json, resolve_output, write_json
+from trtllm_mla.files import atomic_directory, read_table, resolve_output, write_json
 from trtllm_mla.network.contract import LOGITS, past_latent, present_latent, step_inputs
 from trtllm_mla.network.graph import build_network, strip_plugin_attributes
 
@@ -95,7 +95,7 @@ class NetworkDirectory:
                 "trtllm-mla convert"
             )
         source = str(path / CONFIG_NAME)
-        config = parse_config(read_json(path / CONFIG_NAME, max_bytes=MAX_CONFIG_BYTES), NetworkConfig, source=source)
+        config = parse_config(read_table(path / CONFIG_NAME, max_bytes=MAX_CONFIG_BYTES), NetworkConfig, source=source)
         spec = from_pretrained_config(config.pretrained_config, source=f"{source}: pretrained_config")
         if config.num_layers > spec.num_hidden_layers:
             raise UserError(
