@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from trtllm_mla.cache_rows import CacheDType, tile_bytes
 from trtllm_mla.config import (
     BuildConfig,
     MlaPluginConfig,
@@ -12,7 +13,6 @@ from trtllm_mla.config import (
     load_config,
     merge_plugin_configs,
     parse_config,
-    tile_bytes,
 )
 from trtllm_mla.dtypes import DType
 from trtllm_mla.errors import UserError
@@ -29,6 +29,7 @@ FULL_SIZE = {
         "num_stages": 3,
         "page_size": 64,
         "enable_matrix_absorption": True,
+        "max_context_passes": 4,
         "prefill_absorption_threshold": 256,
         "rope_compute_dtype": "fp32",
         "kv_cache_dtype": "bf16",
@@ -51,11 +52,11 @@ def test_the_same_keys_are_read_from_json_and_toml(tmp_path: Path, suffix: str, 
     path.write_text(dump(FULL_SIZE))
     plugin = load_config(path, PluginConfigFile).mla_plugin
     assert plugin.model_dump() == FULL_SIZE["mla_plugin"]
-    assert plugin.cache_dtype(DType.FLOAT32) is DType.BFLOAT16
+    assert plugin.cache_dtype(DType.FLOAT32) is CacheDType.BF16
 
 
 def test_a_cache_follows_the_network_unless_told() -> None:
-    assert MlaPluginConfig().cache_dtype(DType.FLOAT16) is DType.FLOAT16
+    assert MlaPluginConfig().cache_dtype(DType.FLOAT16) is CacheDType.FP16
 
 
 @pytest.mark.parametrize(
@@ -165,3 +166,11 @@ def test_an_automatic_cache_type_in_a_build_config_is_the_networks() -> None:
 def test_a_build_config_cannot_change_the_graph() -> None:
     with pytest.raises(UserError, match="enable_matrix_absorption: the build config says False"):
         merge_plugin_configs(MlaPluginConfig(), MlaPluginConfig(enable_matrix_absorption=False))
+    with pytest.raises(UserError, match="max_context_passes: the build config says 4, the network was"):
+        merge_plugin_configs(MlaPluginConfig(), MlaPluginConfig(max_context_passes=4))
+
+
+@pytest.mark.parametrize("passes", [0, 65, 2.0, True])
+def test_passes_are_one_to_sixty_four(passes: object) -> None:
+    with pytest.raises(UserError, match=r"mla_plugin\.max_context_passes: found"):
+        parse_config({"mla_plugin": {"max_context_passes": passes}}, PluginConfigFile, source="test")

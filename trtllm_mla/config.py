@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from trtllm_mla.cache_rows import CacheDType, tile_bytes
 from trtllm_mla.dtypes import DType
 from trtllm_mla.errors import UserError
 from trtllm_mla.files import read_table
@@ -15,12 +16,11 @@ from trtllm_mla.targets import KIB, Target, get_target
 
 PageSize = Literal[16, 32, 64, 128]
 TileSize = Literal[16, 32, 64, 128]
-KvCacheDType = Literal["auto", "bf16", "fp16", "fp32"]
+KvCacheDType = Literal["auto", "bf16", "fp16", "fp32", "fp8", "nvfp4"]
 BackendName = Literal["tensorrt-rtx", "tensorrt"]
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_PROBLEMS = 3  # named in one message
-_CACHE_DTYPES = {dtype.triton: dtype for dtype in DType}
 
 _MAX_COUNT = 2**31 - 1  # sizes and token counts are 32-bit numbers in the kernels
 _Positive = Annotated[int, Field(gt=0, le=_MAX_COUNT, strict=True)]
@@ -46,6 +46,9 @@ class MlaPluginConfig(StrictModel):
         page_size: Tokens in a page of the latent cache.
         enable_matrix_absorption: Whether a generation group exists, whose attention reads latents directly.
         prefill_absorption_threshold: Prefill chunks of fewer new tokens than this join the generation group.
+        max_context_passes: Passes of the context group's attention, each over at most ``max_context_kv_tokens`` cached
+            tokens: with so many times that history, a chunk still runs decompressed. A pass costs a few launches a
+            layer also in steps that have nothing for it to do.
         rope_compute_dtype: Type the rotary embedding is computed in; fp32 only.
         kv_cache_dtype: Type of the cached rows; ``auto`` is the network's type.
     """
@@ -60,6 +63,7 @@ class MlaPluginConfig(StrictModel):
     page_size: PageSize = 64
     enable_matrix_absorption: Annotated[bool, Field(strict=True)] = True
     prefill_absorption_threshold: Annotated[int, Field(ge=0, le=_MAX_COUNT, strict=True)] = 256
+    max_context_passes: Annotated[int, Field(ge=1, le=64, strict=True)] = 1
     rope_compute_dtype: str = "fp32"
     kv_cache_dtype: KvCacheDType = "auto"
 
@@ -74,9 +78,9 @@ class MlaPluginConfig(StrictModel):
             raise ValueError("tile_s and num_stages: found one of them, expected both or neither")
         return self
 
-    def cache_dtype(self, network_dtype: DType) -> DType:
-        """Element type of the latent cache of a network of type ``network_dtype``."""
-        return network_dtype if self.kv_cache_dtype == "auto" else _CACHE_DTYPES[self.kv_cache_dtype]
+    def cache_dtype(self, network_dtype: DType) -> CacheDType:
+        """Type of the latent cache of a network of type ``network_dtype``."""
+        return CacheDType.of(network_dtype) if self.kv_cache_dtype == "auto" else CacheDType(self.kv_cache_dtype)
 
 
 class BuildConfig(StrictModel):
@@ -89,8 +93,8 @@ class BuildConfig(StrictModel):
         max_seq_len: Tokens of one request, prompt and output together.
         opt_batch_size: Requests the engine is tuned for; left out, ``max_batch_size`` but at most 8.
         opt_num_tokens: New tokens the engine is tuned for; left out, ``max_num_tokens`` but at most 256.
-        max_context_kv_tokens: Cached tokens that the context group may decompress in one step. A chunk with a longer
-            history goes through the generation group.
+        max_context_kv_tokens: Cached tokens that the context group may decompress in one pass, the new ones included.
+            A chunk whose history needs more passes than the network has goes through the generation group.
         backend: ``tensorrt-rtx`` builds without a GPU; ``tensorrt`` builds for the GPU at hand.
         targets: Compute capabilities to build for; left out, the backend's default.
         mla_plugin: Settings that override those of the network: page size, threshold, tile and stages.
@@ -243,11 +247,6 @@ def merge_plugin_configs(network: MlaPluginConfig, build: MlaPluginConfig) -> Ml
                 "config."
             )
     return network.model_copy(update={name: value for name, value in changes.items() if name in free})
-
-
-def tile_bytes(tile_s: int, num_stages: int, row_bytes: int) -> int:
-    """Shared memory that the tiles in flight take: ``tile_s`` rows for each of ``num_stages`` stages."""
-    return tile_s * num_stages * row_bytes
 
 
 def check_tile(tile_s: int, num_stages: int, row_bytes: int, target: Target) -> None:

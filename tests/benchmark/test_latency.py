@@ -22,6 +22,7 @@ from trtllm_mla.benchmark.latency import (
     pages_for_latency,
 )
 from trtllm_mla.benchmark.report import print_latency_report
+from trtllm_mla.cache_rows import CacheDType
 from trtllm_mla.checkpoint.architectures import read_model_spec
 from trtllm_mla.checkpoint.files import Checkpoint
 from trtllm_mla.config import BuildConfig, MlaPluginConfig
@@ -39,7 +40,7 @@ class PacedExecutor(FakeExecutor):
     """Takes so long for a step, and twice as long where there is a context group."""
 
     dtype = DType.FLOAT16
-    cache_dtype = DType.FLOAT16
+    cache_dtype = CacheDType.FP16
 
     def run(self, step):
         time.sleep(STEP_SECONDS * (2 if len(step.context_position_ids) else 1))
@@ -126,7 +127,7 @@ def test_json_has_the_keys_of_trtllm_bench(subject):
         "streaming_metrics",
         "trtllm_mla",
     ]
-    assert values["engine"]["kv_cache_dtype"] == "float16"
+    assert values["engine"]["kv_cache_dtype"] == "fp16"
     assert values["engine"]["max_sequence_length"] == 64
     assert values["request_info"] == {
         "num_requests": 12,
@@ -222,7 +223,7 @@ def test_from_directories(checkpoint, tmp_path):
     assert report.subject.sha256 == hashlib.sha256((tmp_path / "network" / "network.onnx").read_bytes()).hexdigest()
     assert "twin" in report.executor_description
     # A bfloat16 network runs as its float32 twin, whose cache is float32 too: the bytes are those in memory.
-    assert (report.dtype, report.cache_dtype) == (DType.FLOAT32, DType.FLOAT32)
+    assert (report.dtype, report.cache_dtype) == (DType.FLOAT32, CacheDType.FP32)
     assert report.cache.footprint.latent == 128 * 4
     assert report.config.page_size == 32
     assert lines[1:] == ["warm-up 1 of 1", *(f"iteration {index} of 4" for index in range(1, 5))]

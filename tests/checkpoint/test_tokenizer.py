@@ -3,7 +3,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from trtllm_mla.checkpoint.tokenizer import TextCodec
+from trtllm_mla.checkpoint import tokenizer as tokenizer_module
+from trtllm_mla.checkpoint.tokenizer import TextCodec, read_text
 from trtllm_mla.errors import UserError
 
 
@@ -44,3 +45,26 @@ def test_a_malformed_tokenizer_is_named(tmp_path, content):
     assert TextCodec.exists(tmp_path)
     with pytest.raises(UserError, match=r"tokenizer\.json: not a tokenizer"):
         TextCodec.load(tmp_path)
+
+
+def test_read_text(tmp_path, monkeypatch):
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))  # noqa: S106
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    text = tmp_path / "text.txt"
+    text.write_text("a b b c")
+    assert read_text(text, tmp_path) == [0, 1, 1, 2]
+
+    with pytest.raises(UserError, match="no such file"):
+        read_text(tmp_path / "absent", tmp_path)
+    with pytest.raises(UserError, match=r"tokenizer\.json: no such file"):
+        read_text(text, tmp_path / "elsewhere")
+    text.write_text("a")
+    with pytest.raises(UserError, match="found 1 tokens, expected at least 2"):
+        read_text(text, tmp_path)
+    text.write_bytes(b"a \xff b")
+    with pytest.raises(UserError, match="not UTF-8"):
+        read_text(text, tmp_path)
+    monkeypatch.setattr(tokenizer_module, "MAX_TEXT_BYTES", 3)
+    with pytest.raises(UserError, match="found 5 bytes, expected a text of at most 3"):
+        read_text(text, tmp_path)

@@ -12,7 +12,7 @@ from tests.support.hf import make_checkpoint
 from trtllm_mla.cli import main
 from trtllm_mla.config import MlaPluginConfig
 from trtllm_mla.dtypes import DType
-from trtllm_mla.network.directory import convert
+from trtllm_mla.network.directory import NetworkDirectory, convert, store_latent_scales
 
 
 @dataclass(frozen=True)
@@ -56,3 +56,13 @@ def network(checkpoint: tuple[Path, Any], tmp_path_factory: pytest.TempPathFacto
     plugin = MlaPluginConfig(page_size=16, prefill_absorption_threshold=8)
     convert(checkpoint[0], path, plugin=plugin, dtype=DType.FLOAT32)
     return path
+
+
+@pytest.fixture(scope="session", params=["fp8", "nvfp4"])
+def quantized(
+    request: pytest.FixtureRequest, checkpoint: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory
+) -> NetworkDirectory:
+    """The checkpoint's network in float32 with a quantised cache, whose outer scales are not 1."""
+    path = tmp_path_factory.mktemp("cli") / request.param
+    plugin = MlaPluginConfig(page_size=16, prefill_absorption_threshold=8, kv_cache_dtype=request.param)
+    return store_latent_scales(convert(checkpoint[0], path, plugin=plugin, dtype=DType.FLOAT32), (0.37, 1.7))

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from trtllm_mla.config import MlaPluginConfig
+
 FULL_SIZE_PLUGIN = "build_configs/flash_mla_decode.json"
 
 
@@ -14,7 +16,7 @@ def test_convert_reports_what_it_wrote(command, checkpoint, tmp_path):
     )
     assert outcome.status == 0
     assert outcome.json["num_layers"] == 1
-    assert outcome.json["kv_cache_dtype"] == "float16"
+    assert outcome.json["kv_cache_dtype"] == "fp16"
     assert {path.name for path in (tmp_path / "network").iterdir()} == {"config.json", "network.onnx", "weights.json"}
 
 
@@ -117,7 +119,8 @@ def test_the_plugin_config_of_a_full_size_model_is_accepted(command, tmp_path):
     options = ("--plugin-config", FULL_SIZE_PLUGIN, "--num-layers", 1)
     assert command("convert", tmp_path, tmp_path / "network", *options).status == 0
     written = json.loads((tmp_path / "network" / "config.json").read_text())
-    assert written["mla_plugin"] == json.loads(Path(FULL_SIZE_PLUGIN).read_text())["mla_plugin"]
+    given = json.loads(Path(FULL_SIZE_PLUGIN).read_text())["mla_plugin"]
+    assert written["mla_plugin"] == {**MlaPluginConfig().model_dump(), **given}
 
 
 def test_a_network_is_replaced_only_if_told_and_other_content_never(command, checkpoint, tmp_path):

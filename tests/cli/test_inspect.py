@@ -1,5 +1,7 @@
 import json
 
+import pytest
+
 from trtllm_mla.cli.inspect import describe
 
 
@@ -19,7 +21,28 @@ def test_the_tables_name_what_would_be_built(command, checkpoint):
     outcome = command("inspect", checkpoint[0])
     assert outcome.status == 0
     assert "4 a layer, 8 in all" in outcome.out
+    assert "at most 1, of max_context_kv_tokens" in outcome.out
     assert "DeepseekV3ForCausalLM" in outcome.out
+
+
+def test_passes_add_two_operations_each(command, checkpoint, tmp_path):
+    path = tmp_path / "plugin.json"
+    path.write_text(json.dumps({"mla_plugin": {"max_context_passes": 3}}))
+    outcome = command("inspect", checkpoint[0], "--plugin-config", path)
+    assert "8 a layer, 16 in all" in outcome.out
+    assert "at most 3, of max_context_kv_tokens" in outcome.out
+
+
+@pytest.mark.parametrize(("kv_cache_dtype", "row"), [("fp8", 96 + 16 + 64), ("nvfp4", 48 + 16 + 64)])
+def test_a_quantised_cache_takes_codes_scales_and_a_bfloat16_rotary_key(
+    command, checkpoint, tmp_path, kv_cache_dtype, row
+):
+    path = tmp_path / "plugin.json"
+    path.write_text(json.dumps({"mla_plugin": {"kv_cache_dtype": kv_cache_dtype}}))
+    cache = command("inspect", checkpoint[0], "--plugin-config", path, "--json").json["cache_bytes_per_token"]
+    assert (cache["dtype"], cache["latent"]) == (kv_cache_dtype, 2 * row)
+    assert cache["decompressed"] == 2 * 5 * (48 + 32 + 40) * 4
+    assert f"Cache in {kv_cache_dtype}" in command("inspect", checkpoint[0], "--plugin-config", path).out
 
 
 def test_weights_may_be_absent(tmp_path, checkpoint):

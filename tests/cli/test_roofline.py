@@ -21,12 +21,12 @@ def test_tables(command, v3):
     assert outcome.status == 0
     lines = [line.split() for line in outcome.out.splitlines()]
     assert ["128", "bf16", "1152", "278,528", "241.8", "240.0", "281.5", "MMA"] in lines
-    assert ["16", "(TP8)", "nvfp4*", "416", "34,816", "83.7", "86.7", "35.2", "62.1", "memory"] in lines
-    assert ["nvfp4", "(planned)", "416", "39.4", "heads", "20.9", "cycles", "15.0", "cycles"] in lines
+    assert ["16", "(TP8)", "nvfp4", "416", "34,816", "83.7", "86.7", "35.2", "62.1", "memory"] in lines
+    assert ["nvfp4", "416", "39.4", "heads", "20.9", "cycles", "15.0", "cycles"] in lines
     # 61 layers, 16 requests of 65,536 tokens, 240 ps.
     assert ["16", "(TP8)", "bf16", "65,536", "0.252", "15.4"] in [line[:6] for line in lines]
     assert "up to 170.7 query tokens that share the cached ones (default threshold: 256)" in outcome.out
-    assert "MHA                     bf16             244.0 GiB     3.81 TiB" in outcome.out
+    assert ["MHA", "bf16", "244.0", "GiB", "3.81", "TiB"] in lines
 
 
 def test_nothing_is_cut_off_at_80_columns(command, v3, monkeypatch):
@@ -44,7 +44,7 @@ def test_json(command, v3):
     assert report["gpu"]["name"] == "b200"
     assert report["gpu"]["source"]
     assert report["batch_size"] == 7
-    assert [(item["name"], item["planned"]) for item in report["formats"]] == [("nvfp4", True), ("bf16", False)]
+    assert [item["name"] for item in report["formats"]] == ["nvfp4", "bf16"]
     assert len(report["rows"]) == len(report["capacities"]) == 4 * 2
     assert [step["context"] for step in report["steps"]] == [512, 131072] * 8
     assert report["steps"][-1]["attention_tokens_per_second"] == pytest.approx(1 / (61 * 131072 * 1152 / 8e12))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,14 @@ from tests.engine.conftest import TARGETS
 from tests.engine.models import make_network
 from trtllm_mla.config import BuildConfig, MlaPluginConfig
 from trtllm_mla.dtypes import DType
+from trtllm_mla.engine import builder
 from trtllm_mla.engine.backend import load_backend
 from trtllm_mla.engine.builder import BuildReport, build
 from trtllm_mla.engine.directory import EngineDirectory
 from trtllm_mla.engine.operation import TargetTile
 from trtllm_mla.engine.plugin import _recorded, plugin_library
 from trtllm_mla.errors import UserError
-from trtllm_mla.network.attention import OPERATIONS_PER_LAYER
+from trtllm_mla.network.attention import operations_per_layer
 from trtllm_mla.network.directory import NetworkDirectory
 from trtllm_mla.ops import OPS, OpDefinition
 
@@ -98,7 +100,7 @@ class TestEngine:
         kernels = built.directory.kernels()
         for target in TARGETS:
             entries = {cubin.entry for cubin in kernels.cubins if cubin.target == target}
-            expected = {"append_latent", "gather_latent", "context_attention", "attend", "attend_split", "combine"}
+            expected = {"append_latent", "gather_latent", "context_attention", "attend", "combine"}
             assert entries == expected
 
     def test_reads_as_a_network_too(self, built: BuildReport, network: NetworkDirectory) -> None:
@@ -165,6 +167,58 @@ class TestVariants:
         assert report.directory.info.num_plugin_layers == 6
         entries = {cubin.entry for cubin in report.directory.kernels().cubins}
         assert entries == {"append_latent", "gather_latent", "context_attention"}
+
+    @pytest.mark.parametrize("native", [False, True])
+    def test_passes_over_a_long_history(
+        self, build_config: BuildConfig, cache_dir: Path, tmp_path: Path, native: bool
+    ) -> None:
+        network = make_network(tmp_path, plugin=MlaPluginConfig(max_context_passes=3))
+        config = build_config.model_copy(update={"max_context_kv_tokens": 100})
+        report = build(
+            network.path,
+            tmp_path / "engine",
+            config=config,
+            targets=("sm_89",),
+            cache_dir=None if native else cache_dir,
+            native=native,
+        )
+        directory = EngineDirectory.load(report.directory.path)
+        assert directory.info.num_plugin_layers == (0 if native else 2 * (4 + 2 * 2))
+        assert directory.config.mla_plugin.max_context_passes == 3
+        assert report.warnings == ()
+        engine = directory.read_engine()
+        for number in (1, 2):
+            assert f"context_history_kv_slots_{number}".encode() in engine
+        assert b"context_history_kv_slots_3" not in engine
+        if not native:
+            # The causal pass and the others run one kernel.
+            assert [cubin.entry for cubin in directory.kernels().cubins].count("context_attention") == 1
+
+    def test_passes_share_their_memory(self, cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Latents, keys and values of a pass are most of what TensorRT plans; side by side they would add up."""
+        trt = load_backend("tensorrt-rtx").module
+        planned: list[int] = []
+
+        class Log(trt.ILogger):  # type: ignore[name-defined,misc]
+            def log(self, severity: Any, message: str) -> None:
+                if found := re.search(r"Total Activation Memory: (\d+)", message):
+                    planned.append(int(found[1]))
+
+        log = Log()
+        monkeypatch.setattr(builder, "trt_logger", lambda backend: log)
+        config = BuildConfig(max_batch_size=2, max_num_tokens=16, max_seq_len=1 << 18, max_context_kv_tokens=1 << 17)
+        for passes in (2, 6):
+            network = make_network(
+                tmp_path / str(passes),
+                plugin=MlaPluginConfig(max_context_passes=passes),
+                num_hidden_layers=1,
+                first_k_dense_replace=1,
+                max_position_embeddings=1 << 18,
+            )
+            build(network.path, tmp_path / f"engine-{passes}", config=config, targets=("sm_89",), cache_dir=cache_dir)
+        few, many = planned
+        of_one_pass = 2**17 * 2 * (5 * (48 + 40) + 96 + 32)
+        assert of_one_pass < few < many < 1.2 * of_one_pass
 
     def test_the_build_config_sets_page_size_threshold_and_tile(
         self, network: NetworkDirectory, build_config: BuildConfig, cache_dir: Path, tmp_path: Path
@@ -332,8 +386,10 @@ class TestWhatIsVerified:
 
 def test_operations_a_layer_match_the_operations() -> None:
     generation_only = {name for name, op in OPS.items() if _reads(op, "block_offsets")}
-    expected = {True: len(OPS), False: len(OPS) - len(generation_only)}
-    assert expected == OPERATIONS_PER_LAYER
+    assert operations_per_layer(absorption=True, context_passes=1) == len(OPS)
+    assert operations_per_layer(absorption=False, context_passes=1) == len(OPS) - len(generation_only)
+    # A further pass gathers and attends.
+    assert operations_per_layer(absorption=True, context_passes=5) == len(OPS) + 4 * 2
 
 
 def _reads(op: OpDefinition, name: str) -> bool:

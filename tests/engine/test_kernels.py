@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from triton.backends.nvidia.compiler import CUDABackend
 
+from trtllm_mla.cache_rows import CacheDType
 from trtllm_mla.dtypes import DType
 from trtllm_mla.engine import kernel_compiler
 from trtllm_mla.engine.kernel_compiler import compile_kernels, default_cache_dir
@@ -22,12 +23,12 @@ from trtllm_mla.ops.plan import KernelVariant
 from trtllm_mla.targets import Target, get_target
 
 DIMS = {"heads": 5, "kv_lora_rank": 128, "rope_dim": 64, "nope_dim": 48, "v_dim": 40, "width": 192, "page_size": 64}
-ATTRIBUTES = {"kv_lora_rank": 128, "rope_dim": 64, "rope_interleave": 1, "softmax_scale": 0.125}
+ATTRIBUTES = {"kv_lora_rank": 128, "rope_dim": 64, "rope_interleave": 1, "softmax_scale": 0.125, "latent_scale": 1.0}
 SM_89 = get_target("sm_89")
 
 
 def variants(op: str, target: Target = SM_89) -> tuple[KernelVariant, ...]:
-    problem = Problem(DIMS, ATTRIBUTES, DType.BFLOAT16, DType.BFLOAT16, target, 16, 2)
+    problem = Problem(DIMS, ATTRIBUTES, DType.BFLOAT16, CacheDType.BF16, target, 16, 2)
     return OPS[op].variants(problem)
 
 

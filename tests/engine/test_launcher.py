@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.engine.fakes import RecordingDriver
+from trtllm_mla.cache_rows import CacheDType
 from trtllm_mla.dtypes import DType
 from trtllm_mla.engine.kernel_compiler import compile_kernels
 from trtllm_mla.engine.kernel_store import Cubin, KernelStore
@@ -38,7 +39,7 @@ def problem(**dims: int) -> Problem:
         "longest_query": 1,
         **dims,
     }
-    return Problem(sizes, {"softmax_scale": 0.125}, DType.BFLOAT16, DType.BFLOAT16, SM_89, 16, 2)
+    return Problem(sizes, {"softmax_scale": 0.125, "latent_scale": 1.0}, DType.BFLOAT16, CacheDType.BF16, SM_89, 16, 2)
 
 
 OP = OPS["LatentAttention"]
@@ -61,7 +62,7 @@ class TestLauncher:
         plan = OP.plan(problem())
         Launcher(driver, store).run(plan, tensors, WORKSPACE, STREAM)
 
-        assert [call.entry for call in driver.calls] == ["attend_split", "combine"]
+        assert [call.entry for call in driver.calls] == ["attend", "combine"]
         for call, launch in zip(driver.calls, plan.launches, strict=True):
             assert call.grid == launch.grid
             assert call.block == 32 * launch.variant.num_warps
@@ -72,10 +73,12 @@ class TestLauncher:
         attend, combine = driver.calls
         inputs = [tensors[tensor.name] for tensor in OP.inputs[:-1]]  # kernels do not read query_index
         assert list(attend.parameters[:6]) == inputs
-        assert attend.parameters[6] == WORKSPACE
-        partials = attend.parameters[6:9]
+        outputs = [tensors["output"], tensors["log_sum_exp"]]
+        assert list(attend.parameters[6:8]) == outputs
+        assert attend.parameters[8] == WORKSPACE
+        partials = attend.parameters[8:11]
         assert combine.parameters[:3] == partials
-        assert list(combine.parameters[3:5]) == [tensors["output"], tensors["log_sum_exp"]]
+        assert list(combine.parameters[3:7]) == [tensors["sequence_length"], tensors["query_offsets"], *outputs]
 
     def test_parameters_have_the_width_that_the_kernel_reads(self, store: KernelStore) -> None:
         driver = RecordingDriver()
@@ -92,7 +95,7 @@ class TestLauncher:
         launcher = Launcher(driver, store)
         for _ in range(3):
             launcher.run(OP.plan(problem()), addresses(), WORKSPACE, STREAM)
-        assert [entry for entry, _, _ in driver.loads] == ["attend_split", "combine"]
+        assert [entry for entry, _, _ in driver.loads] == ["attend", "combine"]
         assert len(driver.calls) == 6
 
     @pytest.mark.parametrize(("shared_bytes", "opt_in"), [(49152, False), (49153, True)])

@@ -7,17 +7,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trtllm_mla.cache_rows import CacheDType
 from trtllm_mla.dtypes import DType
 from trtllm_mla.engine.operation import Operation, OperationSettings, TargetTile
 from trtllm_mla.ops import OPS
 from trtllm_mla.targets import get_target
 
-SETTINGS = OperationSettings(DType.BFLOAT16, DType.BFLOAT16, (TargetTile("sm_89", 32, 2), TargetTile("sm_120", 16, 2)))
+TILES = (TargetTile("sm_89", 32, 2), TargetTile("sm_120", 16, 2))
+SETTINGS = OperationSettings(DType.BFLOAT16, CacheDType.BF16, TILES)
 ATTRIBUTES: dict[str, dict[str, Any]] = {
-    "AppendLatent": {"rope_interleave": 1},
-    "LatentAttention": {"softmax_scale": 0.125},
-    "GatherLatent": {"kv_lora_rank": 96, "rope_dim": 32},
-    "ContextAttention": {"softmax_scale": 0.125},
+    "AppendLatent": {"rope_interleave": 1, "latent_scale": 1.0},
+    "LatentAttention": {"softmax_scale": 0.125, "latent_scale": 1.0},
+    "GatherLatent": {"kv_lora_rank": 96, "rope_dim": 32, "latent_scale": 1.0},
+    "ContextAttention": {"softmax_scale": 0.125, "causal": 1},
 }
 HEADS, LATENT, ROPE, PAGE = 5, 96, 32, 64
 
@@ -96,7 +98,7 @@ class TestPlan:
             operation("LatentAttention").plan(MAX_SHAPES, get_target("sm_90"), 1 << 30)
 
     def test_attributes_must_be_those_of_the_operation(self) -> None:
-        with pytest.raises(ValueError, match=r"found the attributes \['scale'\], expected \['softmax_scale'\]"):
+        with pytest.raises(ValueError, match=r"found the attributes \['scale'\], expected \['latent_scale'"):
             Operation(OPS["LatentAttention"], {"scale": 1.0}, SETTINGS)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.engine.fakes import RecordingDriver
+from trtllm_mla.cache_rows import CacheDType
 from trtllm_mla.dtypes import DType
 from trtllm_mla.engine.backend import load_backend
 from trtllm_mla.engine.kernel_compiler import compile_kernels
@@ -20,12 +21,23 @@ from trtllm_mla.targets import get_target
 
 trt: Any = pytest.importorskip("tensorrt_rtx")
 
-SETTINGS = OperationSettings(DType.BFLOAT16, DType.FLOAT16, (TargetTile("sm_89", 32, 2), TargetTile("sm_120", 16, 3)))
+TILES = (TargetTile("sm_89", 32, 2), TargetTile("sm_120", 16, 3))
+SETTINGS = OperationSettings(DType.BFLOAT16, CacheDType.FP16, TILES)
 FIELDS: dict[str, dict[str, Any]] = {
-    "AppendLatent": {"rope_interleave": np.array([1], np.int32)},
-    "LatentAttention": {"softmax_scale": np.array([0.1352], np.float32)},
-    "GatherLatent": {"kv_lora_rank": np.array([96], np.int32), "rope_dim": np.array([32], np.int32)},
-    "ContextAttention": {"softmax_scale": np.array([0.1352], np.float32)},
+    "AppendLatent": {"rope_interleave": np.array([1], np.int32), "latent_scale": np.array([1], np.float32)},
+    "LatentAttention": {
+        "softmax_scale": np.array([0.1352], np.float32),
+        "latent_scale": np.array([1], np.float32),
+    },
+    "GatherLatent": {
+        "kv_lora_rank": np.array([96], np.int32),
+        "rope_dim": np.array([32], np.int32),
+        "latent_scale": np.array([1], np.float32),
+    },
+    "ContextAttention": {
+        "softmax_scale": np.array([0.1352], np.float32),
+        "causal": np.array([1], np.int32),
+    },
 }
 SIZES = {
     "tokens": 7,

@@ -14,11 +14,12 @@ def config(**values: object) -> BuildConfig:
     return BuildConfig(mla_plugin=MlaPluginConfig(**plugin), **limits)
 
 
+@pytest.mark.parametrize("passes", [1, 3])
 @pytest.mark.parametrize("absorption", [True, False])
-def test_covers_every_dimension_of_the_contract(absorption: bool) -> None:
-    ranges = size_ranges(config(enable_matrix_absorption=absorption))
+def test_covers_every_dimension_of_the_contract(absorption: bool, passes: int) -> None:
+    ranges = size_ranges(config(enable_matrix_absorption=absorption, max_context_passes=passes))
     sizes = {**ranges, "qk_rope_head_dim": SizeRange(32, 32, 32), "latent_width": SizeRange(128, 128, 128)}
-    for item in step_inputs(absorption=absorption):
+    for item in step_inputs(absorption=absorption, context_passes=passes):
         least, usual, greatest = shape_ranges(item.dims, sizes)
         assert all(0 <= a <= b <= c for a, b, c in zip(least, usual, greatest, strict=True)), item.name
     assert shape_ranges(LATENT_DIMS, sizes) == ((1, 64, 128), (21, 64, 128), (21, 64, 128))
@@ -39,12 +40,24 @@ def test_tokens_are_the_sum_of_the_groups_everywhere() -> None:
         # A chunk whose history is too long to decompress goes absorbed, however many tokens it has.
         ({"prefill_absorption_threshold": 20, "max_context_kv_tokens": 439}, 96),
         ({"prefill_absorption_threshold": 20, "max_context_kv_tokens": 440}, 57),
+        ({"prefill_absorption_threshold": 20, "max_context_kv_tokens": 109, "max_context_passes": 4}, 96),
+        ({"prefill_absorption_threshold": 20, "max_context_kv_tokens": 110, "max_context_passes": 4}, 57),
     ],
 )
 def test_generation_tokens(values: dict[str, int], expected: int) -> None:
     ranges = size_ranges(config(**values))
     assert ranges["generation_tokens"].max == expected
     assert ranges["generation_longest_query"].max == expected
+
+
+def test_each_pass_may_be_empty_or_full() -> None:
+    ranges = size_ranges(config(max_context_kv_tokens=110, max_context_passes=3))
+    assert ranges["context_keys"] == SizeRange(0, 96, 110)
+    assert ranges["context_longest_key"] == SizeRange(1, 96, 110)
+    for number in (1, 2):
+        assert ranges[f"context_history_keys_{number}"] == SizeRange(0, 110, 110)
+        assert ranges[f"context_longest_history_key_{number}"] == SizeRange(1, 110, 110)
+    assert "context_history_keys_3" not in ranges
 
 
 def test_without_absorption_there_is_no_generation_group() -> None:

@@ -68,7 +68,7 @@ class OrtNetwork:
         self.session = onnxruntime.InferenceSession(
             onnx_ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"]
         )
-        cache_dtype = torch_dtype(self.plugin.cache_dtype(self.dtype))
+        cache_dtype = getattr(torch, self.plugin.cache_dtype(self.dtype).storage)
         pool = torch.full((self.num_pages, self.plugin.page_size, self.spec.latent_width), float("nan"))
         self.pools = [to_ort(pool.to(cache_dtype).clone()) for _ in range(self.layers)]
         weights = graph_weights(self.checkpoint.model, self.spec, self.dtype)

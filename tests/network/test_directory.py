@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,13 @@ from trtllm_mla.config import MlaPluginConfig
 from trtllm_mla.dtypes import DType
 from trtllm_mla.errors import UserError
 from trtllm_mla.network.contract import past_latent, step_inputs
-from trtllm_mla.network.directory import NetworkDirectory, convert, effective_plugin
+from trtllm_mla.network.directory import (
+    NetworkConfig,
+    NetworkDirectory,
+    convert,
+    effective_plugin,
+    store_latent_scales,
+)
 from trtllm_mla.ops import DOMAIN
 
 
@@ -241,6 +248,16 @@ def test_model_refuses_what_is_no_graph_of_this_config(directory: Path) -> None:
         network.model()
 
 
+def test_a_graph_has_the_passes_of_its_config(checkpoint: Path, tmp_path: Path) -> None:
+    network = convert(checkpoint, tmp_path / "network", plugin=MlaPluginConfig(max_context_passes=3))
+    proto = NetworkDirectory.load(network.path).model()
+    onnx.checker.check_model(proto, full_check=True)
+    assert {item.name for item in network.step_inputs} <= {value.name for value in proto.graph.input}
+    edit(network.path / "config.json", lambda config: config["mla_plugin"].update(max_context_passes=2))
+    with pytest.raises(UserError, match=r"input 'context_history_\w+_2' is not as in .*written together"):
+        NetworkDirectory.load(network.path).model()
+
+
 def constant(**values: Any) -> Callable[[onnx.ModelProto], None]:
     """Adds a constant inside a function body, where no list of initializers shows it."""
 
@@ -280,3 +297,120 @@ def test_output_through_links_in_a_circle_is_refused(checkpoint: Path, tmp_path:
     (tmp_path / "link").symlink_to("link")
     with pytest.raises(UserError, match="links that lead in a circle"):
         convert(checkpoint, tmp_path / "link", plugin=MlaPluginConfig())
+
+
+@pytest.fixture(scope="module")
+def quantized(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> NetworkDirectory:
+    path = tmp_path_factory.mktemp("quantized") / "network"
+    return convert(checkpoint, path, plugin=MlaPluginConfig(page_size=32, kv_cache_dtype="nvfp4"))
+
+
+SCALES = (0.5, 0.1, 3.0)
+FP32_SCALES = (0.5, 0.10000000149011612, 3.0)
+
+
+def graph_scales(proto: onnx.ModelProto) -> list[set[float]]:
+    """The outer scales of each layer's three operations that have one."""
+    found: dict[str, set[float]] = {}
+    for node in proto.graph.node:
+        for attribute in node.attribute:
+            if attribute.name == "latent_scale":
+                found.setdefault(node.name.split("/")[0], set()).add(attribute.f)
+    return [found[f"layers.{layer}"] for layer in range(len(found))]
+
+
+def test_scales_are_stored_in_another_directory(quantized: NetworkDirectory, tmp_path: Path) -> None:
+    before = {file.name: file.read_bytes() for file in quantized.path.iterdir()}
+    assert graph_scales(quantized.model()) == [{1.0}] * 3
+    stored = store_latent_scales(quantized, SCALES, output=tmp_path / "out")
+    assert stored.latent_scales == FP32_SCALES
+    loaded = NetworkDirectory.load(tmp_path / "out")
+    assert loaded == stored
+    assert graph_scales(loaded.model()) == graph_scales(loaded.float32_twin()) == [{scale} for scale in FP32_SCALES]
+    assert {file.name: file.read_bytes() for file in quantized.path.iterdir()} == before
+    with pytest.raises(UserError, match="not empty"):
+        store_latent_scales(quantized, SCALES, output=tmp_path / "out")
+    again = store_latent_scales(quantized, (1.0, 2.0, 4.0), output=tmp_path / "out", overwrite=True)
+    assert NetworkDirectory.load(tmp_path / "out") == again
+
+
+def test_scales_are_stored_in_place(quantized: NetworkDirectory, tmp_path: Path) -> None:
+    path = tmp_path / "network"
+    shutil.copytree(quantized.path, path)
+    (path / "notes.txt").write_text("mine")
+    stored = store_latent_scales(NetworkDirectory.load(path), SCALES)
+    assert NetworkDirectory.load(path) == stored
+    assert graph_scales(stored.model()) == [{scale} for scale in FP32_SCALES]
+    assert sorted(file.name for file in path.iterdir()) == ["config.json", "network.onnx", "notes.txt", "weights.json"]
+    assert (path / "weights.json").read_bytes() == (quantized.path / "weights.json").read_bytes()
+
+
+def test_scales_of_1_give_what_convert_gives(quantized: NetworkDirectory, tmp_path: Path) -> None:
+    store_latent_scales(quantized, (1.0,) * 3, output=tmp_path / "out")
+    for file in quantized.path.iterdir():
+        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["config.json", "network.onnx"])
+def test_scales_that_were_stored_by_half_are_refused(quantized: NetworkDirectory, tmp_path: Path, name: str) -> None:
+    store_latent_scales(quantized, SCALES, output=tmp_path / "out")
+    shutil.copyfile(quantized.path / name, tmp_path / "out" / name)
+    with pytest.raises(UserError, match="other outer scales than the latent_scales in"):
+        NetworkDirectory.load(tmp_path / "out").model()
+
+
+def test_one_operation_with_another_scale_is_refused(quantized: NetworkDirectory, tmp_path: Path) -> None:
+    stored = store_latent_scales(quantized, SCALES, output=tmp_path / "out")
+    proto = stored.model()
+    node = next(node for node in proto.graph.node if node.op_type == "LatentAttention")
+    next(attribute for attribute in node.attribute if attribute.name == "latent_scale").f = 1.0
+    stored.onnx_path.write_bytes(proto.SerializeToString())
+    with pytest.raises(UserError, match="other outer scales"):
+        stored.model()
+
+
+def test_a_failure_stores_nothing(
+    quantized: NetworkDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "network"
+    shutil.copytree(quantized.path, path)
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+
+    def fail(*args: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(NetworkConfig, "save", fail)
+    with pytest.raises(OSError, match="no space"):
+        store_latent_scales(NetworkDirectory.load(path), SCALES)
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+
+
+def test_scales_are_refused_without_a_quantised_cache(converted: Path) -> None:
+    with pytest.raises(UserError, match=r"found a network with a bf16 cache.*expected an fp8 or nvfp4 cache"):
+        store_latent_scales(NetworkDirectory.load(converted), SCALES)
+
+
+def test_scales_are_refused_in_an_engine(quantized: NetworkDirectory, tmp_path: Path) -> None:
+    path = tmp_path / "engine"
+    shutil.copytree(quantized.path, path)
+    edit(path / "config.json", lambda config: config.update(build_config={"max_batch_size": 4}))
+    with pytest.raises(UserError, match=r"found an engine directory.*build again"):
+        store_latent_scales(NetworkDirectory.load(path), SCALES)
+
+
+def test_scales_may_not_replace_the_network_they_came_from(quantized: NetworkDirectory) -> None:
+    for output in (quantized.path, quantized.path.parent):
+        with pytest.raises(UserError, match="would replace the network"):
+            store_latent_scales(quantized, SCALES, output=output, overwrite=True)
+
+
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (1.0, 1.0, 0.0), (1.0, 1.0, 2.0**65), (1.0, 1.0, float("nan"))])
+def test_impossible_scales(quantized: NetworkDirectory, tmp_path: Path, scales: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="expected 3 from"):
+        store_latent_scales(quantized, scales, output=tmp_path / "out")
+
+
+def test_the_unquantised_twin_has_a_plain_cache(quantized: NetworkDirectory, tmp_path: Path) -> None:
+    stored = store_latent_scales(quantized, SCALES, output=tmp_path / "out").unquantized()
+    assert (stored.row_layout.width, stored.plugin.kv_cache_dtype) == (96 + 32, "bf16")
+    assert graph_scales(stored.float32_twin()) == [{1.0}] * 3

@@ -190,20 +190,22 @@ def test_cache_is_updated_in_place_whatever_the_pool_s_size(tmp_path: Path) -> N
     assert seconds[16384] < seconds[5] + 5e-3
 
 
-def test_inputs_and_outputs_are_the_contract(checkpoint: HfCheckpoint) -> None:
+@pytest.mark.parametrize("passes", [1, 3])
+def test_inputs_and_outputs_are_the_contract(checkpoint: HfCheckpoint, passes: int) -> None:
     network = OrtNetwork(checkpoint)
-    model = build_network(network.spec, network.plugin, DType.BFLOAT16, num_layers=2)
+    plugin = network.plugin.model_copy(update={"max_context_passes": passes})
+    model = build_network(network.spec, plugin, DType.BFLOAT16, num_layers=2)
     proto = onnx_ir.to_proto(model)
     onnx.checker.check_model(proto, full_check=True)
     assert (proto.ir_version, proto.opset_import[0].version) == (10, 23)
     names = [value.name for value in model.graph.inputs]
     assert len(set(names)) == len(names)
-    for item in step_inputs(absorption=True):
+    for item in step_inputs(absorption=True, context_passes=passes):
         value = model.graph.inputs[names.index(item.name)]
         found = [dim if isinstance(dim, int) else dim.value for dim in value.shape]
         assert found == [network.spec.qk_rope_head_dim if dim == "qk_rope_head_dim" else dim for dim in item.dims]
     assert set(names) == {
-        *(item.name for item in step_inputs(absorption=True)),
+        *(item.name for item in step_inputs(absorption=True, context_passes=passes)),
         *(past_latent(layer) for layer in range(2)),
         *graph_weights(checkpoint.model, network.spec, DType.BFLOAT16),
     }
@@ -226,6 +228,26 @@ def test_nodes_are_named_and_the_bodies_stand_once(checkpoint: HfCheckpoint) -> 
     assert len(set(names)) == len(names)
     values = {value.name for node in model.graph for value in node.outputs}
     assert {hidden_states(0), hidden_states(1)} <= values
+
+
+def test_passes_are_named_and_the_first_alone_is_causal(checkpoint: HfCheckpoint) -> None:
+    network = OrtNetwork(checkpoint)
+    plugin = network.plugin.model_copy(update={"max_context_passes": 3})
+    model = build_network(network.spec, plugin, DType.FLOAT16, num_layers=2)
+    assert len(model.functions) == len(OPS)
+    attention = {node.name: node for node in model.graph if node.op_type == "ContextAttention"}
+    causal = {name: node.attributes["causal"].as_int() for name, node in attention.items()}
+    assert causal == {
+        f"layers.{layer}/{scope}ContextAttention": int(not scope)
+        for layer in range(2)
+        for scope in ("", "pass_1/", "pass_2/")
+    }
+    gathered = [node.inputs[1].name for node in model.graph if node.op_type == "GatherLatent"]
+    assert gathered == ["context_kv_slots", "context_history_kv_slots_1", "context_history_kv_slots_2"] * 2
+    # The merge is computed in fp32, whatever the network's type.
+    merges = [node for node in model.graph if node.op_type in ("Exp", "Div")]
+    assert len(merges) == 2 * (2 * 2 + 1)
+    assert all(node.outputs[0].dtype == onnx_ir.DataType.FLOAT for node in merges)
 
 
 def test_native_network_has_no_plugin_attributes_and_computes_the_same(checkpoint: HfCheckpoint) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
+from trtllm_mla.cache_rows import CacheDType
 from trtllm_mla.dtypes import DType
 from trtllm_mla.ops.definition import Attribute, OpDefinition, Problem
 from trtllm_mla.ops.interpreter import run_op
@@ -30,22 +31,27 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
+def as_cache_dtype(dtype: DType | CacheDType) -> CacheDType:
+    """The cache type whose rows hold elements of ``dtype``; a cache type is itself."""
+    return CacheDType.of(dtype) if isinstance(dtype, DType) else dtype
+
+
 def interpret(
     op: OpDefinition,
     inputs: Mapping[str, torch.Tensor],
     attributes: Mapping[str, Attribute],
     *,
     model_dtype: DType,
-    cache_dtype: DType | None = None,
+    cache_dtype: DType | CacheDType | None = None,
     target: str = "sm_90",
 ) -> tuple[torch.Tensor, ...]:
     """Runs an operation on inputs given by name."""
     return run_op(
         op,
         [inputs[tensor.name] for tensor in op.inputs],
-        attributes,
+        {name: {"latent_scale": 1.0, **attributes}[name] for name in op.attributes},
         model_dtype=model_dtype,
-        cache_dtype=cache_dtype or model_dtype,
+        cache_dtype=as_cache_dtype(cache_dtype or model_dtype),
         target=TARGETS[target],
         tile_s=64,
         num_stages=2,

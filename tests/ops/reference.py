@@ -8,7 +8,11 @@ show.
 
 from __future__ import annotations
 
+import ml_dtypes
+import numpy as np
 import torch
+
+from trtllm_mla.cache_rows import CacheDType, RowLayout
 
 Tensor = torch.Tensor
 
@@ -65,6 +69,86 @@ def gather_latent(
     return gathered[:, :kv_lora_rank], gathered[:, kv_lora_rank:]
 
 
+def quantize_rows(rows: np.ndarray, layout: RowLayout, latent_scale: float = 1.0) -> np.ndarray:
+    """Bytes uint8 [n, row_bytes] of quantised rows from fp32 [n, kv_lora_rank + rope_dim], block after block."""
+    result = np.zeros((len(rows), layout.row_bytes), np.uint8)
+    for row, target in zip(np.asarray(rows, np.float32), result, strict=True):
+        with np.errstate(over="ignore", invalid="ignore"):
+            latent = row[: layout.kv_lora_rank] / np.float32(latent_scale)
+            quantize = {CacheDType.FP8: quantize_fp8, CacheDType.NVFP4: quantize_nvfp4}[layout.dtype]
+            codes, scales = b"", b""
+            for begin in range(0, layout.kv_lora_rank, layout.block_size):
+                block = latent[begin : begin + layout.block_size]
+                block_codes, scale = quantize(block) if np.isfinite(block).all() else (b"\0" * len(block), None)
+                codes += block_codes
+                scales += scale or {CacheDType.FP8: b"\x00\x00\xc0\x7f", CacheDType.NVFP4: b"\x7f"}[layout.dtype]
+        if layout.dtype is CacheDType.NVFP4:
+            codes += b"\0" * (len(codes) % 2)
+            codes = bytes(low + 16 * high for low, high in zip(codes[0::2], codes[1::2], strict=True))
+        k_pe = row[layout.kv_lora_rank :].astype(ml_dtypes.bfloat16).view(np.uint16)
+        k_pe = np.where(np.isnan(row[layout.kv_lora_rank :]), 0x7FFF, k_pe).astype(np.uint16).tobytes()
+        for begin, section in ((0, codes), (layout.scale_offset, scales), (layout.rope_offset, k_pe)):
+            target[begin : begin + len(section)] = np.frombuffer(section, np.uint8)
+    return result
+
+
+def quantize_fp8(block: np.ndarray) -> tuple[bytes, bytes]:
+    """E4M3 codes of a block and its scale: the least power of two from 2^-64 to 2^7 that keeps it within 448."""
+    amax = float(np.abs(block).max())
+    exponent = next((k for k in range(-64, 8) if 448.0 * 2.0**k >= amax), 7)
+    codes = np.clip(block.astype(np.float64) / 2.0**exponent, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    # A zero has a sign only if the value was below zero.
+    codes = np.where(block == 0, 0, codes.view(np.uint8)).astype(np.uint8)
+    return codes.tobytes(), np.float32(2.0**exponent).tobytes()
+
+
+def quantize_nvfp4(block: np.ndarray, divisors: tuple[int, ...] = (6, 4)) -> tuple[bytes, bytes]:
+    """E2M1 codes of a block, one a byte, and its E4M3 scale: the best of amax over each divisor."""
+    magnitudes = np.abs(block)
+    best = None
+    for divisor in divisors:
+        scale = np.minimum(magnitudes.max() / np.float32(divisor), np.float32(448)).astype(ml_dtypes.float8_e4m3fn)
+        quotients = np.zeros(len(block))
+        if scale > 0:
+            # Exact enough: no fp32 number is closer to a midpoint without being it.
+            quotients = np.minimum(magnitudes.astype(np.float64) / float(scale), 6.0)
+        nearest = quotients.astype(ml_dtypes.float4_e2m1fn)
+        errors = np.zeros(16, np.float32)
+        errors[: len(block)] = (nearest.astype(np.float32) * np.float32(scale) - magnitudes) ** 2
+        for half in (8, 4, 2, 1):
+            errors = errors[:half] + errors[half:]
+        if best is None or errors[0] < best[0]:
+            best = (errors[0], nearest.view(np.uint8) & 7, scale)
+    assert best is not None
+    return (best[1] + np.where(block < 0, 8, 0)).astype(np.uint8).tobytes(), best[2].tobytes()
+
+
+def round_nvfp4(block: np.ndarray, divisor: int) -> np.ndarray:
+    """What a block of finite values becomes with the one scale amax / divisor."""
+    codes, scale = quantize_nvfp4(block, (divisor,))
+    values = np.frombuffer(codes, np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+    return values * float(np.frombuffer(scale, ml_dtypes.float8_e4m3fn)[0])
+
+
+def dequantize_rows(rows: np.ndarray, layout: RowLayout) -> np.ndarray:
+    """Values [n, kv_lora_rank + rope_dim] in float64 of rows of bytes [n, row_bytes], before the outer scale."""
+    rows = np.ascontiguousarray(rows).view(np.uint8)
+    values = np.empty((len(rows), layout.kv_lora_rank + layout.rope_dim))
+    for row, value in zip(rows, values, strict=True):
+        for i in range(layout.kv_lora_rank):
+            block = i // layout.block_size
+            if layout.dtype is CacheDType.FP8:
+                code = row[i : i + 1].view(ml_dtypes.float8_e4m3fn)[0]
+                scale = row[layout.scale_offset + 4 * block :][:4].view(np.float32)[0]
+            else:
+                code = np.uint8(row[i // 2] >> 4 * (i % 2) & 15).view(ml_dtypes.float4_e2m1fn)
+                scale = row[layout.scale_offset + block :][:1].view(ml_dtypes.float8_e4m3fn)[0]
+            value[i] = float(code) * float(scale)
+        k_pe = row[layout.rope_offset :][: 2 * layout.rope_dim].view(ml_dtypes.bfloat16)
+        value[layout.kv_lora_rank :] = k_pe.astype(np.float64)
+    return values
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """One query [d] over the keys [n, d] and values [n, w] it sees: output [w] and the natural log-sum-exp."""
     if k.shape[0] == 0:
@@ -116,6 +200,7 @@ def context_attention(
     key_index: Tensor | None = None,
     *,
     softmax_scale: float,
+    causal: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Returns (output, log_sum_exp). The index matrices repeat what the offsets say and are not used."""
     tokens, heads, _ = q_nope.shape
@@ -125,7 +210,7 @@ def context_attention(
         begin, end = query_offsets[request : request + 2].tolist()
         first, last = key_offsets[request : request + 2].tolist()
         for token in range(begin, end):
-            visible = max(0, (last - first) - (end - token) + 1)
+            visible = max(0, (last - first) - (end - token) + 1) if causal else last - first
             seen = slice(first, first + visible)
             for head in range(heads):
                 query = torch.cat([q_nope[token, head], q_pe[token, head]])

@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from tests.ops import reference
+from tests.ops.checks import as_cache_dtype
 from tests.support.ort import from_ort, to_ort, torch_dtype
+from trtllm_mla.cache_rows import CacheDType
 from trtllm_mla.dtypes import DType
 from trtllm_mla.ops import OPS
 from trtllm_mla.ops.definition import DOMAIN, Attribute, BodyTypes, OpDefinition, TensorContract, split_dim
@@ -23,10 +25,10 @@ from trtllm_mla.ops.functions import OPSET
 HEADS, NOPE, LATENT, ROPE, V = 5, 48, 96, 32, 40
 SCALE = 0.37
 ATTRIBUTES: dict[str, dict[str, Attribute]] = {
-    "AppendLatent": {"rope_interleave": 1},
-    "GatherLatent": {"kv_lora_rank": LATENT, "rope_dim": ROPE},
-    "LatentAttention": {"softmax_scale": SCALE},
-    "ContextAttention": {"softmax_scale": SCALE},
+    "AppendLatent": {"rope_interleave": 1, "latent_scale": 1.0},
+    "GatherLatent": {"kv_lora_rank": LATENT, "rope_dim": ROPE, "latent_scale": 1.0},
+    "LatentAttention": {"softmax_scale": SCALE, "latent_scale": 1.0},
+    "ContextAttention": {"softmax_scale": SCALE, "causal": 1},
 }
 # Sizes fixed when an engine is built.
 STATIC = {
@@ -78,16 +80,21 @@ def single_op_model(
     return model
 
 
+def body_types(model_dtype: DType, cache_dtype: DType | CacheDType) -> BodyTypes:
+    return BodyTypes(model_dtype, as_cache_dtype(cache_dtype).layout(LATENT, ROPE))
+
+
 def run_body(
     name: str, inputs: Sequence[torch.Tensor], *, model_dtype: DType, cache_dtype: DType, **attributes: Attribute
 ) -> list[torch.Tensor]:
-    """Runs a body in ONNX Runtime on the CPU. Inputs are converted to their contract's types."""
-    op = OPS[name]
-    types = BodyTypes(model_dtype, cache_dtype)
-    session = onnxruntime.InferenceSession(
-        single_op_model(op, types, {**ATTRIBUTES[name], **attributes}).SerializeToString(),
-        providers=["CPUExecutionProvider"],
-    )
+    """Runs a body in ONNX Runtime on the CPU."""
+    types = body_types(model_dtype, cache_dtype)
+    return run_model(OPS[name], single_op_model(OPS[name], types, {**ATTRIBUTES[name], **attributes}), inputs)
+
+
+def run_model(op: OpDefinition, model: onnx.ModelProto, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Runs a model of one node in ONNX Runtime on the CPU."""
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     binding = session.io_binding()
     for tensor, contract in zip(inputs, op.inputs, strict=True):
         binding.bind_ortvalue_input(contract.name, to_ort(tensor))
@@ -102,8 +109,8 @@ def prefix_sums(counts: Sequence[int]) -> torch.Tensor:
 
 
 def index_matrix(counts: Sequence[int]) -> torch.Tensor:
-    """Packed rows of each request, padded with 0."""
-    longest = max(counts, default=0)
+    """Packed rows of each request, padded with 0 to at least one column."""
+    longest = max([1, *counts])
     index = torch.zeros(len(counts), longest, dtype=torch.int32)
     first = 0
     for request, count in enumerate(counts):
@@ -205,7 +212,7 @@ def assert_rounded(found: torch.Tensor, expected: torch.Tensor, dtype: DType, *,
 @pytest.mark.parametrize("name", list(OPS))
 def test_function_signature_is_the_contract(name: str) -> None:
     op = OPS[name]
-    function = op.build_body(BodyTypes(DType.FLOAT32, DType.BFLOAT16), ATTRIBUTES[name])
+    function = op.build_body(body_types(DType.FLOAT32, DType.BFLOAT16), ATTRIBUTES[name])
     assert (function.domain, function.name) == (DOMAIN, name)
     assert [value.name for value in function.inputs] == [tensor.name for tensor in op.inputs]
     assert len(function.outputs) == len(op.outputs)
@@ -228,7 +235,7 @@ def test_append_latent(model_dtype: DType, cache_dtype: DType, interleave: int, 
 
 
 def test_append_latent_writes_in_place_where_past_and_present_share_a_buffer() -> None:
-    types = BodyTypes(DType.FLOAT32, DType.BFLOAT16)
+    types = body_types(DType.FLOAT32, DType.BFLOAT16)
     session = onnxruntime.InferenceSession(
         single_op_model(OPS["AppendLatent"], types, ATTRIBUTES["AppendLatent"]).SerializeToString(),
         providers=["CPUExecutionProvider"],
@@ -305,13 +312,18 @@ def test_latent_attention(
         pytest.param([2, 0, 1], [6, 0, 9], id="request without tokens"),
         pytest.param([4, 2], [2, 1], id="queries without visible keys"),
         pytest.param([3, 2], [3, 0], id="request without keys"),
+        pytest.param([3, 2], [0, 0], id="no keys"),
+        pytest.param([9, 1], [4, 30], id="more queries than keys"),
         pytest.param([], [], id="no requests"),
     ],
 )
-def test_context_attention(model_dtype: DType, queries: list[int], lengths: list[int]) -> None:
+@pytest.mark.parametrize("causal", [1, 0])
+def test_context_attention(model_dtype: DType, queries: list[int], lengths: list[int], causal: int) -> None:
     inputs = context_attention_inputs(queries, lengths, model_dtype=model_dtype)
-    found, found_lse = run_body("ContextAttention", inputs, model_dtype=model_dtype, cache_dtype=DType.FLOAT32)
-    expected, expected_lse = reference.context_attention(*inputs, softmax_scale=SCALE)
+    found, found_lse = run_body(
+        "ContextAttention", inputs, model_dtype=model_dtype, cache_dtype=DType.FLOAT32, causal=causal
+    )
+    expected, expected_lse = reference.context_attention(*inputs, softmax_scale=SCALE, causal=causal)
     assert found.dtype == torch_dtype(model_dtype)
     assert_rounded(found, expected, model_dtype, slack=2e-6)
     torch.testing.assert_close(found_lse.double(), expected_lse, rtol=1e-6, atol=1e-5)
@@ -345,10 +357,14 @@ def parse_native(model: onnx.ModelProto) -> tuple[Any, Any]:
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
 @pytest.mark.parametrize("name", list(OPS))
 def test_tensorrt_builds_the_body_from_its_own_layers(name: str, dtype: DType) -> None:
+    op, types = OPS[name], body_types(dtype, DType.BFLOAT16)
+    build_native(op, single_op_model(op, types, ATTRIBUTES[name], STATIC), STATIC)
+
+
+def build_native(op: OpDefinition, model: onnx.ModelProto, static: Mapping[str, int]) -> None:
+    """Asserts that TensorRT-RTX builds a model of one node, for DYNAMIC sizes, from layers that are no plugins."""
     trt = pytest.importorskip("tensorrt_rtx")
-    op = OPS[name]
-    types = BodyTypes(dtype, DType.BFLOAT16)
-    builder, network = parse_native(single_op_model(op, types, ATTRIBUTES[name], STATIC))
+    builder, network = parse_native(model)
     layers = [network.get_layer(index).type for index in range(network.num_layers)]
     assert not {trt.LayerType.PLUGIN, trt.LayerType.PLUGIN_V2, trt.LayerType.PLUGIN_V3} & set(layers)
     config = builder.create_builder_config()
@@ -357,8 +373,8 @@ def test_tensorrt_builds_the_body_from_its_own_layers(name: str, dtype: DType) -
         sizes = []
         for dim in tensor.dims:
             dim_name, offset = split_dim(dim)
-            static = STATIC.get(str(dim_name))
-            sizes.append(DYNAMIC[str(dim_name)] if static is None else (static,) * 3)
+            fixed = static.get(str(dim_name))
+            sizes.append(DYNAMIC[str(dim_name)] if fixed is None else (fixed,) * 3)
             sizes[-1] = tuple(size + offset for size in sizes[-1])
         profile.set_shape(tensor.name, *zip(*sizes, strict=True))
     assert config.add_optimization_profile(profile) == 0
@@ -370,8 +386,10 @@ def test_tensorrt_builds_the_body_from_its_own_layers(name: str, dtype: DType) -
 @pytest.mark.parametrize("interleave", [0, 1])
 def test_tensorrt_takes_attributes_from_the_node(interleave: int) -> None:
     trt = pytest.importorskip("tensorrt_rtx")
-    types = BodyTypes(DType.FLOAT32, DType.FLOAT32)
-    _, network = parse_native(single_op_model(OPS["AppendLatent"], types, {"rope_interleave": interleave}, STATIC))
+    types = body_types(DType.FLOAT32, DType.FLOAT32)
+    _, network = parse_native(
+        single_op_model(OPS["AppendLatent"], types, {"rope_interleave": interleave, "latent_scale": 1.0}, STATIC)
+    )
     layers = [network.get_layer(index) for index in range(network.num_layers)]
     rotations = [layer for layer in layers if layer.type == trt.LayerType.ROTARY_EMBEDDING]
     assert len(rotations) == 2

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.ops.checks import interpret
+from trtllm_mla.cache_rows import CacheDType
 from trtllm_mla.dtypes import DType
 from trtllm_mla.ops.append_latent import APPEND_LATENT
 from trtllm_mla.ops.definition import Problem
@@ -12,7 +13,7 @@ from trtllm_mla.ops.interpreter import run_plan
 from trtllm_mla.ops.plan import Launch, LaunchPlan, ScalarArgument, TensorArgument, WorkspaceLayout
 from trtllm_mla.targets import TARGETS
 
-ATTRIBUTES = {"kv_lora_rank": 16, "rope_dim": 8}
+ATTRIBUTES = {"kv_lora_rank": 16, "rope_dim": 8, "latent_scale": 1.0}
 
 
 def gather_inputs() -> dict[str, torch.Tensor]:
@@ -71,7 +72,7 @@ def test_launches_run_in_order_and_share_the_workspace() -> None:
         dims={"pages": 2, "page_size": 16, "width": 24, "keys": 3},
         attributes=ATTRIBUTES,
         model_dtype=DType.FLOAT32,
-        cache_dtype=DType.FLOAT32,
+        cache_dtype=CacheDType.FP32,
         target=TARGETS["sm_90"],
         tile_s=64,
         num_stages=2,
@@ -123,7 +124,7 @@ def test_the_workspace_starts_as_nan() -> None:
         dims={"pages": 1, "page_size": 1, "width": 24, "keys": 1},
         attributes=ATTRIBUTES,
         model_dtype=DType.FLOAT32,
-        cache_dtype=DType.FLOAT32,
+        cache_dtype=CacheDType.FP32,
         target=TARGETS["sm_90"],
         tile_s=64,
         num_stages=2,

@@ -75,7 +75,7 @@ def test_interpreted_functions_of_the_language_are_plain_calls() -> None:
     q, v = torch.ones(1, 1, 16), torch.rand(1, 1, 16)
     offsets, output, log_sum_exp = torch.tensor([0, 1], dtype=torch.int32), torch.empty(1, 1, 16), torch.empty(1, 1)
     kernel[(1, 1, 1)](
-        q, q, q, q, v, offsets, offsets, output, log_sum_exp, 1, 1, 1, 1.0, 1, 16, 16, 16, 16, 16, 16, 16, 16, True
+        q, q, q, q, v, offsets, offsets, output, log_sum_exp, 1, 1, 1, 1, 1.0, 1, 16, 16, 16, 16, 16, 16, 16, 16, True
     )  # fmt: skip
     assert torch.equal(output, v)
 

@@ -1,7 +1,8 @@
-import pytest
-from pydantic import ValidationError
+from typing import get_args
 
-from trtllm_mla.config import MlaPluginConfig
+import pytest
+
+from trtllm_mla.config import KvCacheDType
 from trtllm_mla.errors import UserError
 from trtllm_mla.roofline.formats import FORMATS, default_formats, get_format
 
@@ -17,21 +18,16 @@ def test_rows_of_512_and_64(make_spec, name, row_bytes):
     ("name", "row_bytes"),
     [
         ("bf16", 2 * (333 + 24)),
-        ("fp8", 333 + 4 * 3 + 2 * 24),  # 333 elements are 2 blocks of 128 and a part of a third
-        ("nvfp4", 167 + 21 + 2 * 24),  # 166 pairs and a single; 20 blocks of 16 and a part
+        ("fp8", 336 + 16 + 2 * 24),  # 333 codes and 3 scales of 4 bytes, to 16 bytes each
+        ("nvfp4", 176 + 32 + 2 * 24),  # 166 pairs and a single; 20 blocks of 16 and a part
     ],
 )
 def test_parts_of_a_block_or_byte_count_whole(make_spec, name, row_bytes):
     assert get_format(name).row_bytes(make_spec(kv_lora_rank=333, qk_rope_head_dim=24)) == row_bytes
 
 
-@pytest.mark.parametrize("item", FORMATS.values(), ids=lambda item: item.name)
-def test_planned_is_what_a_plugin_config_refuses(item):
-    if item.planned:
-        with pytest.raises(ValidationError, match="kv_cache_dtype"):
-            MlaPluginConfig(kv_cache_dtype=item.name)
-    else:
-        assert MlaPluginConfig(kv_cache_dtype=item.name).kv_cache_dtype == item.name
+def test_every_type_that_a_plugin_config_accepts_has_a_format():
+    assert set(FORMATS) == set(get_args(KvCacheDType)) - {"auto"}
 
 
 @pytest.mark.parametrize(("dtype", "own"), [("bfloat16", "bf16"), ("float16", "fp16"), ("float32", "fp32")])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from trtllm_mla.cache_rows import CacheDType
 from trtllm_mla.errors import UserError
 from trtllm_mla.roofline.formats import FORMATS, RowFormat, default_formats
 from trtllm_mla.roofline.gpus import GPUS
@@ -100,7 +101,7 @@ def test_largest_speedup_of_nvfp4_over_bf16(v3, gpu, speedups):
 )
 def test_the_longest_time_is_the_bound(v3, heads, cycles, bound):
     """On an H200 a 16-bit row of 1152 bytes takes 58 cycles to read, and 68 cycles of MMA for 128 heads."""
-    item = RowFormat("example", FORMATS["bf16"].compute_dtype, 16, 0, 0, 2, cycles / 512)
+    item = RowFormat(CacheDType.BF16, FORMATS["bf16"].compute_dtype, cycles / 512)
     row = row_floor(v3, GPUS["h200"], item, 128 // heads)
     times = {"memory": 1152 / 4.8e12, "MMA": heads * 2176 / 989.4e12, "dequantisation": cycles / (132 * 1.83e9)}
     assert row.bound == bound

@@ -28,6 +28,13 @@ def greedy(prompt: Sequence[int], max_new_tokens: int, stop: frozenset[int] = fr
     return tokens[len(prompt) :]
 
 
+def pass_slots(kv_slots: np.ndarray, key_offsets: np.ndarray, key_index: np.ndarray, request: int) -> np.ndarray:
+    """A request's slots in one pass of the context group."""
+    first, last = key_offsets[request : request + 2]
+    assert key_index[request, : last - first].tolist() == list(range(first, last))
+    return kv_slots[first:last]
+
+
 class FakeExecutor:
     """Caches (token, position) of each slot, and reads histories back through the step's own indices.
 
@@ -63,12 +70,14 @@ class FakeExecutor:
         histories = []
         for request in range(len(step.context_query_offsets) - 1):
             first, last = step.context_query_offsets[request : request + 2]
-            key_first, key_last = step.context_key_offsets[request : request + 2]
-            slots = step.context_kv_slots[key_first:key_last]
             rows = step.context_query_index[request, : last - first]
             assert rows.tolist() == list(range(first, last))
-            assert step.context_key_index[request, : key_last - key_first].tolist() == list(range(key_first, key_last))
-            histories += self._histories(slots, step.context_position_ids[rows])
+            newest = pass_slots(step.context_kv_slots, step.context_key_offsets, step.context_key_index, request)
+            older = [
+                pass_slots(item.kv_slots, item.key_offsets, item.key_index, request) for item in step.context_history
+            ]
+            histories += self._histories(np.concatenate([*older, newest]), step.context_position_ids[rows])
+            assert len(newest) >= last - first, "the causal pass holds all new tokens"
         return histories
 
     def _generation_histories(self, step: StepInputs) -> list[list[int]]:

@@ -86,14 +86,21 @@ class Network:
 
 @cache
 def make_network(
-    checkpoint: str, *, dtype: DType = DType.FLOAT32, absorption: bool = True, kv_cache_dtype: str = "auto"
+    checkpoint: str,
+    *,
+    dtype: DType = DType.FLOAT32,
+    absorption: bool = True,
+    kv_cache_dtype: str = "auto",
+    context_passes: int = 1,
 ) -> Network:
     """The network of one of ``CHECKPOINTS``, whose stored weights are rounded to ``dtype``."""
     with TemporaryDirectory() as directory:
         path, hf_model = make_checkpoint(Path(directory), dtype=dtype.value, **CHECKPOINTS[checkpoint])
         opened = Checkpoint.open(path)
         spec = read_model_spec(opened)
-        plugin = MlaPluginConfig(enable_matrix_absorption=absorption, kv_cache_dtype=kv_cache_dtype)
+        plugin = MlaPluginConfig(
+            enable_matrix_absorption=absorption, kv_cache_dtype=kv_cache_dtype, max_context_passes=context_passes
+        )
         model = build_network(spec, plugin, dtype, num_layers=spec.num_hidden_layers)
         weights = dict(bind(build_weight_map(spec), opened, dtype))
     table = rotary_cos_sin(spec.rope, MAX_POSITIONS)

@@ -10,6 +10,7 @@ from tests.runtime.networks import CHECKPOINTS, MAX_POSITIONS, make_network
 from tests.support.hf import ORIGINAL_MAX_POSITION_EMBEDDINGS
 from trtllm_mla.runtime.generation import ForcedChunk, ForcedSequence, GenerationSession, read_cached_rows, run_forced
 from trtllm_mla.runtime.scheduler import Request, SchedulerConfig
+from trtllm_mla.runtime.step import ContextPasses
 
 CONFIG = SchedulerConfig(
     vocab_size=131,
@@ -79,6 +80,73 @@ def test_generation_stops_where_transformers_does():
     (result,) = GenerationSession(executor, CONFIG).generate([request])
     assert result.output_ids == network.hf_greedy(prompt, 12, eos_token_id=stop)
     assert result.finish_reason == "stop"
+
+
+PASSES = {
+    "chunks": {"max_chunk_tokens": 19, "max_context_kv_tokens": 32, "max_context_passes": 4},
+    "chunks_as_long_as_a_pass": {"max_context_kv_tokens": 24, "max_context_passes": 5},
+    "passes_that_stay_empty": {"max_context_kv_tokens": 200, "max_context_passes": 3},
+    "a_pass_for_two_requests": {"max_chunk_tokens": 19, "max_context_kv_tokens": 60, "max_context_passes": 4},
+    "without_absorption": {
+        "max_chunk_tokens": 19,
+        "max_context_kv_tokens": 40,
+        "max_context_passes": 3,
+        "enable_matrix_absorption": False,
+    },
+}
+
+
+@pytest.mark.parametrize("schedule", PASSES)
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_long_prompts_in_passes_give_the_greedy_tokens_of_transformers(checkpoint, schedule):
+    """Prompts several times as long as a pass, whose chunks all stay in the context group."""
+    config = replace(CONFIG, prefill_absorption_threshold=0, **PASSES[schedule])
+    network = make_network(
+        checkpoint, absorption=config.enable_matrix_absorption, context_passes=config.max_context_passes
+    )
+    executor = RecordingExecutor(network.onnxruntime(num_pages=config.num_pages, page_size=config.page_size))
+    results = GenerationSession(executor, config).generate(requests())
+    assert [result.output_ids for result in results] == expected_tokens(checkpoint)
+
+    context = [step for step in executor.steps if len(step.context_position_ids)]
+    if config.enable_matrix_absorption:
+        assert sum(len(step.context_position_ids) for step in context) == sum(PROMPT_LENGTHS)
+    longest = max(step.num_context_keys for step in context)
+    assert (longest > config.max_context_kv_tokens) == (schedule != "passes_that_stay_empty")
+    for step in context:
+        sizes = [len(step.context_kv_slots), *(len(item.kv_slots) for item in step.context_history)]
+        assert len(sizes) == config.max_context_passes
+        assert max(sizes) <= config.max_context_kv_tokens
+
+
+class RecordingExecutor:
+    """Keeps the steps that another executor runs."""
+
+    def __init__(self, executor):
+        self._executor = executor
+        self.steps = []
+
+    def __getattr__(self, name):
+        return getattr(self._executor, name)
+
+    def run(self, step):
+        self.steps.append(step)
+        return self._executor.run(step)
+
+
+@pytest.mark.parametrize("max_keys", [31, 37, 90])
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_passes_give_the_logits_of_transformers_at_every_position(checkpoint, max_keys):
+    network = make_network(checkpoint, context_passes=4)
+    executor = network.onnxruntime(num_pages=20, page_size=16)
+    first, second = random_tokens(90, seed=7), random_tokens(33, seed=8)
+    sequences = [
+        ForcedSequence(first, [ForcedChunk(size, False) for size in (30, 1, 29, 30)]),
+        ForcedSequence(second, [ForcedChunk(5, True), ForcedChunk(28, False)], first_step=0),
+    ]
+    results = run_forced(executor, sequences, context_passes=ContextPasses(4, max_keys))
+    for sequence, result in zip(sequences, results, strict=True):
+        assert np.abs(result.logits - network.hf_logits(sequence.token_ids)).max() < 2e-4
 
 
 CHUNKINGS = {

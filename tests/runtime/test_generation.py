@@ -52,6 +52,17 @@ class TestGenerate:
         mixed = [s for s in executor.steps if len(s.context_position_ids) and len(s.generation_position_ids)]
         assert mixed, "the load is meant to mix groups"
 
+    def test_results_name_the_pages_of_their_rows(self):
+        session, executor = make_session()
+        prompts = random_prompts([9, 13, 2])
+        results = session.generate([Request(prompt, 5) for prompt in prompts])
+        pages = np.concatenate([result.pages for result in results])
+        assert len(set(pages.tolist())) == len(pages)
+        for prompt, result in zip(prompts, results, strict=True):
+            text = prompt + result.output_ids[:-1]
+            rows = read_cached_rows(executor, 0, result.pages, len(text))
+            np.testing.assert_array_equal(rows[:, 0], text)
+
     def test_the_stop_token_ends_the_output_and_belongs_to_it(self):
         (prompt,) = random_prompts([9])
         unstopped = greedy(prompt, 10)

@@ -36,6 +36,7 @@ def run_step(scheduler, executor):
         [item.chunk for item in plan.generation],
         page_size=executor.page_size,
         num_pages=executor.num_pages,
+        context_passes=scheduler._config.context_passes,
     )
     scheduler.complete(plan, executor.run(step))
     return plan
@@ -58,13 +59,15 @@ class TestAnyLoad:
             max_num_tokens=draw(st.integers(max_batch_size, 40)),
             max_input_len=24,
             max_seq_len=32,
-            max_context_kv_tokens=draw(st.integers(31, 60)),
+            max_context_kv_tokens=60,
             enable_matrix_absorption=draw(st.booleans()),
             prefill_absorption_threshold=draw(st.integers(0, 20)),
             max_chunk_tokens=draw(st.none() | st.integers(1, 12)),
+            max_context_passes=draw(st.integers(1, 4)),
         )
-        if config.enable_matrix_absorption:
-            config = replace(config, max_context_kv_tokens=draw(st.integers(1, 60)))
+        # Without a generation group, the passes must have room for any request of 32 tokens but its last one.
+        least = 1 if config.enable_matrix_absorption else -(-31 // config.max_context_passes)
+        config = replace(config, max_context_kv_tokens=draw(st.integers(least, 60)))
         requests = [
             Request(
                 draw(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=24)),
@@ -108,7 +111,9 @@ class TestAnyLoad:
         assert 1 <= len(chunks) <= config.max_batch_size
         assert len({id(item.owner) for item in chunks}) == len(chunks)
         assert sum(len(item.chunk.token_ids) for item in chunks) <= config.max_num_tokens
-        assert sum(item.chunk.length for item in plan.context) <= config.max_context_kv_tokens
+        passes = config.max_context_passes
+        assert sum(item.chunk.length for item in plan.context) <= config.max_context_kv_tokens * passes
+        assert sum(len(item.chunk.token_ids) for item in plan.context) <= config.max_context_kv_tokens
         for item in chunks:
             count = len(item.chunk.token_ids)
             decode = item.chunk.start >= item.owner.prompt_len
@@ -116,7 +121,7 @@ class TestAnyLoad:
             absorbed = config.enable_matrix_absorption and (
                 decode
                 or count < config.prefill_absorption_threshold
-                or item.chunk.length > config.max_context_kv_tokens
+                or item.chunk.length > config.max_context_kv_tokens * passes
             )
             assert (item in plan.generation) == absorbed
             last_known = item.chunk.length >= item.owner.prompt_len
@@ -207,6 +212,40 @@ class TestRouting:
         first, second = run_step(scheduler, executor), run_step(scheduler, executor)
         assert sizes(first.context) == [(0, 16)]
         assert sizes(second.generation) == [(16, 16)]
+
+    def test_with_passes_a_long_history_stays_decompressed(self):
+        config = replace(CONFIG, max_context_kv_tokens=20, max_chunk_tokens=16, max_context_passes=4)
+        scheduler, executor = Scheduler(config), FakeExecutor(config.num_pages, config.page_size)
+        scheduler.submit(Request([7] * 96, 4))
+        plans = [run_step(scheduler, executor) for _ in range(6)]
+        assert [sizes(plan.context) for plan in plans[:5]] == [[(start, 16)] for start in range(0, 80, 16)]
+        assert sizes(plans[5].generation) == [(80, 16)], "96 keys are more than four passes of 20"
+
+    def test_with_passes_a_chunk_is_cut_to_what_the_first_has_room_for(self):
+        config = replace(CONFIG, max_context_kv_tokens=20, max_context_passes=4)
+        scheduler, executor = Scheduler(config), FakeExecutor(config.num_pages, config.page_size)
+        scheduler.submit(request(60))
+        plans = [run_step(scheduler, executor) for _ in range(3)]
+        assert [sizes(plan.context) for plan in plans] == [[(0, 20)], [(20, 20)], [(40, 20)]]
+
+    def test_new_tokens_of_all_requests_share_the_first_pass(self):
+        config = replace(CONFIG, max_context_kv_tokens=20, max_chunk_tokens=12, max_context_passes=4)
+        scheduler, executor = Scheduler(config), FakeExecutor(config.num_pages, config.page_size)
+        scheduler.submit(request(24))
+        scheduler.submit(request(24))
+        plans = [run_step(scheduler, executor) for _ in range(4)]
+        assert [sizes(plan.context) for plan in plans] == [[(0, 12)], [(12, 12)], [(0, 12)], [(12, 12)]]
+
+    def test_without_absorption_passes_serve_longer_requests(self):
+        config = replace(CONFIG, enable_matrix_absorption=False, max_context_kv_tokens=25, max_context_passes=4)
+        scheduler, executor = Scheduler(config), FakeExecutor(config.num_pages, config.page_size)
+        item = scheduler.submit(Request([7] * 90, 11))
+        while scheduler.has_work:
+            run_step(scheduler, executor)
+        assert item.output_ids == greedy([7] * 90, 11)
+        assert [len(part.kv_slots) for part in executor.steps[-1].context_history] == [25, 25, 25]
+        with pytest.raises(UserError, match="102 tokens exceed max_context_kv_tokens = 25 in 4 passes, and"):
+            scheduler.submit(Request([7] * 90, 12))
 
 
 class TestAdmission:
@@ -310,7 +349,9 @@ def test_tokens_and_callbacks_come_in_order():
 
 def test_limits_come_from_the_configs():
     build = BuildConfig(max_batch_size=3, max_num_tokens=70, max_seq_len=500, max_context_kv_tokens=90)
-    plugin = MlaPluginConfig(page_size=32, prefill_absorption_threshold=11, enable_matrix_absorption=False)
+    plugin = MlaPluginConfig(
+        page_size=32, prefill_absorption_threshold=11, enable_matrix_absorption=False, max_context_passes=3
+    )
     found = SchedulerConfig.from_build_config(build, plugin, vocab_size=7, num_pages=5, max_chunk_tokens=6)
     assert found == SchedulerConfig(
         vocab_size=7,
@@ -324,4 +365,6 @@ def test_limits_come_from_the_configs():
         enable_matrix_absorption=False,
         prefill_absorption_threshold=11,
         max_chunk_tokens=6,
+        max_context_passes=3,
     )
+    assert (found.context_passes.count, found.context_passes.max_keys) == (3, 90)

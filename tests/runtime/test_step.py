@@ -1,17 +1,18 @@
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trtllm_mla.network.contract import step_inputs
-from trtllm_mla.runtime.step import Chunk, LogitRows, StepInputs, build_step
+from trtllm_mla.network.contract import history_inputs, step_inputs
+from trtllm_mla.runtime.step import ONE_PASS, Chunk, ContextPasses, LogitRows, StepInputs, build_step
 
 
 def obvious_step(context, generation, page_size):
     """The same arrays, token by token."""
-    step = {field.name: [] for field in dataclasses.fields(StepInputs)}
+    step = {field.name: [] for field in dataclasses.fields(StepInputs) if field.name != "context_history"}
     step |= {name: [0] for name in ("context_query_offsets", "context_key_offsets", "generation_query_offsets")}
     for prefix, chunks in (("context", context), ("generation", generation)):
         for chunk in chunks:
@@ -68,6 +69,7 @@ def test_equals_the_obvious_version(example):
     context, generation, page_size, num_pages = example
     step = build_step(context, generation, page_size=page_size, num_pages=num_pages)
     expected = obvious_step(context, generation, page_size)
+    assert step.context_history == ()
     for name, values in expected.items():
         found = getattr(step, name)
         assert found.dtype == np.int32
@@ -76,9 +78,99 @@ def test_equals_the_obvious_version(example):
         assert found.tolist() == np.asarray(values).tolist(), name
 
 
+@given(steps(), st.integers(1, 5), st.integers(0, 200))
+def test_passes_hold_every_cached_token_once(example, count, spare):
+    """Against a token-by-token account: limits, newest tokens first, then the older ones in order and without gaps."""
+    context, generation, page_size, num_pages = example
+    new_tokens = sum(len(chunk.token_ids) for chunk in context)
+    cached = sum(chunk.length for chunk in context)
+    passes = ContextPasses(count, max(new_tokens, -(-cached // count)) + spare)
+    step = build_step(context, generation, page_size=page_size, num_pages=num_pages, context_passes=passes)
+    one = build_step(context, generation, page_size=page_size, num_pages=num_pages)
+    for field in dataclasses.fields(StepInputs):
+        if field.name not in ("context_kv_slots", "context_key_offsets", "context_key_index", "context_history"):
+            assert np.array_equal(getattr(step, field.name), getattr(one, field.name)), field.name
+
+    parts = [(step.context_kv_slots, step.context_key_offsets, step.context_key_index)]
+    parts += [(item.kv_slots, item.key_offsets, item.key_index) for item in step.context_history]
+    assert len(parts) == count
+    for slots, offsets, index in parts:
+        assert len(slots) == offsets[-1] <= passes.max_keys
+        assert len(offsets) == len(context) + 1
+        assert index.shape == (len(context), max([1, *np.diff(offsets)]))
+        assert all(array.dtype == np.int32 and array.flags.c_contiguous for array in (slots, offsets, index))
+        for row, (first, last) in zip(index, itertools.pairwise(offsets), strict=True):
+            assert row.tolist() == [*range(first, last)] + [0] * (index.shape[1] - (last - first))
+
+    # Oldest first, a request's slots over all passes are those of one pass.
+    for request, chunk in enumerate(context):
+        found = [slots[slice(*offsets[request : request + 2])] for slots, offsets, _ in (*parts[1:], parts[0])]
+        expected = one.context_kv_slots[slice(*one.context_key_offsets[request : request + 2])]
+        assert np.concatenate(found).tolist() == expected.tolist()
+        assert len(found[-1]) >= len(chunk.token_ids)
+
+    # No pass begins before those in front of it are full.
+    sizes = [len(slots) for slots, _, _ in parts]
+    assert sizes == [min(passes.max_keys, max(cached - passes.max_keys * number, 0)) for number in range(count)]
+    assert step.num_context_keys == cached
+
+
+def test_a_history_that_lies_in_three_passes():
+    context = [chunk(2, start=3, pages=[0, 1]), chunk(1, start=9, pages=[2, 3, 4])]
+    step = build_step(context, [], page_size=4, num_pages=5, context_passes=ContextPasses(4, 5))
+    first, second, third = step.context_history
+    assert step.context_kv_slots.tolist() == [1, 2, 3, 4, 17]  # two tokens of history beside the three new ones
+    assert step.context_key_offsets.tolist() == [0, 4, 5]
+    assert first.kv_slots.tolist() == [0, 8, 9, 10, 11]
+    assert first.key_offsets.tolist() == [0, 1, 5]
+    assert first.key_index.tolist() == [[0, 0, 0, 0], [1, 2, 3, 4]]
+    assert second.kv_slots.tolist() == [12, 13, 14, 15, 16]
+    assert second.key_offsets.tolist() == [0, 0, 5]
+    assert second.key_index.tolist() == [[0] * 5, [0, 1, 2, 3, 4]]
+    assert (third.kv_slots.size, third.key_offsets.tolist(), third.key_index.tolist()) == (0, [0, 0, 0], [[0], [0]])
+
+
+@pytest.mark.parametrize(
+    ("chunks", "passes", "message"),
+    [
+        ([(6, 0)], ContextPasses(3, 5), "6 new tokens and 6 cached ones.* at most 5 and 15: 3 passes of 5"),
+        ([(3, 0), (3, 0)], ContextPasses(3, 5), "6 new tokens and 6 cached ones"),
+        ([(1, 10)], ContextPasses(2, 5), "1 new tokens and 11 cached ones.* at most 5 and 10: 2 passes of 5"),
+        ([(4, 2)], ContextPasses(1, 5), "4 new tokens and 6 cached ones.* at most 5 and 5: 1 passes of 5"),
+    ],
+)
+def test_refuses_what_the_passes_have_no_room_for(chunks, passes, message):
+    context = [chunk(count, start, [3 * i, 3 * i + 1, 3 * i + 2]) for i, (count, start) in enumerate(chunks)]
+    with pytest.raises(ValueError, match=message):
+        build_step(context, [], page_size=4, num_pages=6, context_passes=passes)
+
+
+def test_the_names_of_passes_are_those_of_the_contract():
+    context = [chunk(1, start=9, pages=[2, 3, 4])]
+    step = build_step(context, [], page_size=4, num_pages=5, context_passes=ContextPasses(3, 4))
+    for absorption in (True, False):
+        arrays = step.arrays(absorption=absorption, context_passes=3)
+        declared = {item.name: item for item in step_inputs(absorption=absorption, context_passes=3)}
+        assert arrays.keys() == declared.keys() - {"rotary_cos_sin"}
+        assert all(values.ndim == len(declared[name].dims) for name, values in arrays.items())
+        for number, item in enumerate(step.context_history, 1):
+            slots, offsets, index = (arrays[contract.name] for contract in history_inputs(number))
+            assert slots is item.kv_slots
+            assert offsets is item.key_offsets
+            assert index is item.key_index
+
+
+@pytest.mark.parametrize(("built", "network"), [(1, 2), (3, 2), (2, 1)])
+def test_a_step_is_for_one_number_of_passes(built, network):
+    step = build_step([chunk(3)], [], page_size=4, num_pages=2, context_passes=ContextPasses(built, 8))
+    with pytest.raises(ValueError, match=f"a step of {built} passes of the context group, expected the {network} of"):
+        step.arrays(absorption=True, context_passes=network)
+
+
 def test_names_and_ranks_are_those_of_the_contract():
     step = build_step([], [chunk(3)], page_size=4, num_pages=2)
     arrays = step.arrays(absorption=True)
+    assert ONE_PASS.count == 1
     declared = {item.name: item for item in step_inputs(absorption=True) if item.name != "rotary_cos_sin"}
     assert arrays.keys() == declared.keys()
     for name, values in arrays.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,10 +19,10 @@ from trtllm_mla.engine.backend import Backend, load_backend
 from trtllm_mla.engine.builder import build
 from trtllm_mla.engine.directory import EngineDirectory
 from trtllm_mla.errors import UserError
-from trtllm_mla.network.contract import step_inputs
+from trtllm_mla.network.contract import history_inputs, step_inputs
 from trtllm_mla.ops import OPS
 from trtllm_mla.runtime.executors.tensorrt import TensorRTExecutor
-from trtllm_mla.runtime.step import Chunk, LogitRows, StepInputs, build_step
+from trtllm_mla.runtime.step import Chunk, ContextPasses, LogitRows, StepInputs, build_step
 from trtllm_mla.targets import Target, get_target
 
 rtx: Any = pytest.importorskip("tensorrt_rtx")
@@ -324,6 +325,25 @@ class TestRun:
             assert context.shapes[name] == array.shape, name
             np.testing.assert_array_equal(device.read(context.addresses[name], np.int32, array.shape), array)
 
+    def test_each_pass_over_older_tokens_is_bound(
+        self, engine: EngineDirectory, device: FakeDevice, tensorrt: FakeTensorRT, weights: dict[str, Any]
+    ) -> None:
+        plugin = engine.network.plugin.model_copy(update={"max_context_passes": 3})
+        engine = replace(engine, network=replace(engine.network, plugin=plugin))
+        assert tensorrt.engine is not None
+        tensorrt.engine.dtypes |= {item.name: rtx.DataType.INT32 for n in (1, 2) for item in history_inputs(n)}
+        tensorrt.engine.num_io_tensors = len(tensorrt.engine.dtypes)
+        executor = make(engine, device, tensorrt, weights)
+        chunk = Chunk(np.arange(40, 47, dtype=np.int32), 9, np.array([3], np.int32))
+        inputs = build_step([chunk], [], page_size=PAGE_SIZE, num_pages=5, context_passes=ContextPasses(3, 8))
+        executor.run(inputs)
+        context = context_of(tensorrt)
+        arrays = inputs.arrays(absorption=True, context_passes=3)
+        assert [arrays[f"context_history_kv_slots_{n}"].tolist() for n in (1, 2)] == [list(range(48, 56)), []]
+        for name, array in arrays.items():
+            assert context.shapes[name] == array.shape, name
+            np.testing.assert_array_equal(device.read(context.addresses[name], np.int32, array.shape), array)
+
     def test_steps_of_other_sizes(self, executor: TensorRTExecutor) -> None:
         for inputs in (step(2, 0), step(9, 1, LogitRows.ALL), step(0, 1), step(16, 0, LogitRows.ALL)):
             expected = inputs.input_ids[inputs.last_token_ids, None] * 1000 + np.arange(VOCAB)
@@ -378,7 +398,8 @@ class TestLoading:
             "kv_lora_rank": np.array([96]),
             "rope_dim": np.array([32]),
             "model_dtype": np.frombuffer(b"bfloat16", np.int8),
-            "cache_dtype": np.frombuffer(b"bfloat16", np.int8),
+            "cache_dtype": np.frombuffer(b"bf16", np.int8),
+            "latent_scale": np.array([1.0]),
             "tiles": np.array([89, *_tile(engines[False])]),
             "workspace_bytes": np.array([0]),
         }

@@ -19,6 +19,7 @@ import numpy as np
 from trtllm_mla._version import __version__
 from trtllm_mla.benchmark.machine import Machine
 from trtllm_mla.benchmark.statistics import Percentiles
+from trtllm_mla.cache_rows import CacheDType
 from trtllm_mla.checkpoint.files import Checkpoint
 from trtllm_mla.checkpoint.footprint import CacheFootprint, cache_footprint
 from trtllm_mla.checkpoint.spec import ModelSpec
@@ -153,7 +154,7 @@ class LatencyReport:
     executor: str
     executor_description: str
     dtype: DType
-    cache_dtype: DType
+    cache_dtype: CacheDType
     options: LatencyOptions
     config: SchedulerConfig
     machine: Machine
@@ -403,7 +404,7 @@ def _summarise(
 ) -> LatencyReport:
     results = [result for batch in batches for result in batch.results]
     spec = subject.spec
-    footprint = cache_footprint(spec, itemsize=executor.cache_dtype.itemsize)
+    footprint = cache_footprint(spec, executor.cache_dtype)
     page_bytes = footprint.latent * config.page_size
     # Requests that had their first token before the batch's last one decode along during the prefill.
     decode_steps = [step for batch in batches for step in batch.decode_steps]

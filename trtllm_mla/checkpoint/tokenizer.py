@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 FILE_NAME = "tokenizer.json"
+MAX_TEXT_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -60,3 +61,25 @@ class TextCodec:
         """Text of token ids, without special tokens."""
         text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
+
+
+def read_text(path: Path, checkpoint: Path) -> list[int]:
+    """Token ids of a text file, with the tokenizer of a checkpoint.
+
+    Raises:
+        UserError: The file is missing, larger than 64 MiB, not UTF-8 or shorter than two tokens, or the checkpoint
+            has no tokenizer.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: no such file. Expected a text.")
+    size = path.stat().st_size
+    if size > MAX_TEXT_BYTES:
+        raise UserError(f"{path}: found {size} bytes, expected a text of at most {MAX_TEXT_BYTES}. Cut it.")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8: {error}. Expected plain text.") from None
+    token_ids = TextCodec.load(checkpoint).encode(text)
+    if len(token_ids) < 2:
+        raise UserError(f"{path}: found {len(token_ids)} tokens, expected at least 2: the first predicts the second.")
+    return token_ids

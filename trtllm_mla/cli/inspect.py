@@ -55,7 +55,8 @@ def describe(checkpoint_path: Path, plugin_config: Path | None) -> dict[str, Any
     weights = build_weight_map(spec)
     skipped = check_checkpoint(weights, checkpoint) if checkpoint.has_weights else {}
     cache_dtype = plugin.cache_dtype(spec.dtype)
-    footprint = cache_footprint(spec, itemsize=cache_dtype.itemsize)
+    row_bytes = cache_dtype.layout(spec.kv_lora_rank, spec.qk_rope_head_dim).row_bytes
+    footprint = cache_footprint(spec, cache_dtype)
     parameters = sum(math.prod(shape) for shape in weights.shapes.values())
     return {
         "checkpoint": str(checkpoint_path),
@@ -72,13 +73,14 @@ def describe(checkpoint_path: Path, plugin_config: Path | None) -> dict[str, Any
             "grouped_query_8": footprint.grouped_query,
         },
         "mla_plugin": plugin.model_dump(),
-        "tiles": _tiles(plugin.tile_s, plugin.num_stages, spec.latent_width * cache_dtype.itemsize),
+        "tiles": _tiles(plugin.tile_s, plugin.num_stages, row_bytes),
     }
 
 
 def _tiles(tile_s: int | None, num_stages: int | None, row_bytes: int) -> dict[str, str]:
     """For each target, whether the tile fits its shared memory."""
-    from trtllm_mla.config import largest_fitting_tile, tile_bytes
+    from trtllm_mla.cache_rows import tile_bytes
+    from trtllm_mla.config import largest_fitting_tile
     from trtllm_mla.targets import KIB, TARGETS
 
     verdicts = {}
@@ -99,7 +101,7 @@ def _tiles(tile_s: int | None, num_stages: int | None, row_bytes: int) -> dict[s
 def _print(report: dict[str, Any]) -> None:
     from rich.table import Table
 
-    from trtllm_mla.network.attention import OPERATIONS_PER_LAYER
+    from trtllm_mla.network.attention import operations_per_layer
 
     model = report["pretrained_config"]
     about = Table("", "", title=report["checkpoint"], show_header=False, title_justify="left")
@@ -138,9 +140,11 @@ def _print(report: dict[str, Any]) -> None:
 
     plugin = report["mla_plugin"]
     built = Table("", "", title="What would be built", show_header=False, title_justify="left")
-    nodes = OPERATIONS_PER_LAYER[plugin["enable_matrix_absorption"]]
+    absorption, passes = plugin["enable_matrix_absorption"], plugin["max_context_passes"]
+    nodes = operations_per_layer(absorption=absorption, context_passes=passes)
     built.add_row("MLA operations", f"{nodes} a layer, {nodes * model['num_hidden_layers']} in all")
-    built.add_row("groups", "context and generation" if plugin["enable_matrix_absorption"] else "context only")
+    built.add_row("groups", "context and generation" if absorption else "context only")
+    built.add_row("context passes", f"at most {passes}, of max_context_kv_tokens cached tokens each")
     built.add_row("prefill threshold", f"{plugin['prefill_absorption_threshold']} tokens")
     built.add_row("page size", f"{plugin['page_size']} tokens")
     for target, verdict in report["tiles"].items():

@@ -29,9 +29,9 @@ from trtllm_mla.engine.operation import OperationSettings, TargetTile
 from trtllm_mla.engine.plugin import PluginLibrary, plugin_library
 from trtllm_mla.engine.profile import SizeRange, shape_ranges, size_ranges
 from trtllm_mla.errors import UserError
-from trtllm_mla.files import atomic_directory, resolve_output, write_json
-from trtllm_mla.network.attention import OPERATIONS_PER_LAYER
-from trtllm_mla.network.contract import LATENT_DIMS, LOGITS, past_latent, present_latent, step_inputs
+from trtllm_mla.files import atomic_directory, resolve_output
+from trtllm_mla.network.attention import operations_per_layer
+from trtllm_mla.network.contract import LATENT_DIMS, LOGITS, past_latent, present_latent
 from trtllm_mla.network.directory import CONFIG_NAME, ONNX_NAME, WEIGHTS_NAME, NetworkConfig, NetworkDirectory
 from trtllm_mla.ops.definition import split_dim
 from trtllm_mla.targets import Target
@@ -109,7 +109,7 @@ def build(
     spec = network.spec
     ranges = size_ranges(config)
     ranges["qk_rope_head_dim"] = SizeRange(*3 * (spec.qk_rope_head_dim,))
-    ranges["latent_width"] = SizeRange(*3 * (spec.latent_width,))
+    ranges["latent_width"] = SizeRange(*3 * (network.row_layout.width,))
     tiles = tuple(_choose_tile(network, plugin, target) for target in resolved)
 
     with (
@@ -158,9 +158,10 @@ def build(
             pretrained_config=to_pretrained_config(spec),
             mla_plugin=plugin,
             num_layers=network.num_layers,
+            latent_scales=network.latent_scales if network.row_layout.dtype.is_quantized else None,
             build_config=to_build_config(info, dtype=spec.dtype),
         )
-        write_json(directory / CONFIG_NAME, written.model_dump(mode="json"))
+        written.save(directory / CONFIG_NAME)
     return BuildReport(
         EngineDirectory.load(engine_dir), parsed - begin, compiled - parsed, built - compiled, tuple(log.warnings)
     )
@@ -201,17 +202,20 @@ class _EngineBuild:
             ValueError: Inputs, outputs or plugin layers are not what the network's config says.
         """
         network, definition = self._network, self._definition
-        dtype, cache_dtype = network.dtype, network.plugin.cache_dtype(network.dtype)
+        dtype, storage = network.dtype, network.row_layout.dtype.storage
         expected = {name: str(dtype) for name in network.weights.shapes}
-        expected |= {item.name: item.dtype for item in step_inputs(absorption=network.plugin.enable_matrix_absorption)}
-        expected |= {past_latent(layer): str(cache_dtype) for layer in range(network.num_layers)}
+        expected |= {item.name: item.dtype for item in network.step_inputs}
+        expected |= {past_latent(layer): storage for layer in range(network.num_layers)}
         self._compare("input", expected, [definition.get_input(i) for i in range(definition.num_inputs)])
-        expected = {present_latent(layer): str(cache_dtype) for layer in range(network.num_layers)}
+        expected = {present_latent(layer): storage for layer in range(network.num_layers)}
         expected[LOGITS] = "float32"
         self._compare("output", expected, [definition.get_output(i) for i in range(definition.num_outputs)])
 
         layers = self._plugin_layers()
-        count = OPERATIONS_PER_LAYER[network.plugin.enable_matrix_absorption] * network.num_layers
+        plugin = network.plugin
+        count = network.num_layers * operations_per_layer(
+            absorption=plugin.enable_matrix_absorption, context_passes=plugin.max_context_passes
+        )
         if len(layers) != (0 if self._native else count):
             raise ValueError(f"found {len(layers)} plugin layers, expected {0 if self._native else count}")
         if not self._native:
@@ -254,10 +258,11 @@ class _EngineBuild:
         """
         config = self._builder.create_builder_config()
         self._backend.configure(config, targets)
+        if self._network.plugin.max_context_passes > 1:
+            # Side by side on streams of their own, the passes would hold decompressed keys and values all at once.
+            config.max_aux_streams = 0
         profile = self._builder.create_optimization_profile()
-        dims: dict[str, tuple[str, ...]] = {
-            item.name: item.dims for item in step_inputs(absorption=self._network.plugin.enable_matrix_absorption)
-        }
+        dims: dict[str, tuple[str, ...]] = {item.name: item.dims for item in self._network.step_inputs}
         dims |= {past_latent(layer): LATENT_DIMS for layer in range(self._network.num_layers)}
         for name, names in dims.items():
             profile.set_shape(name, *shape_ranges(names, ranges))
@@ -314,7 +319,6 @@ def _choose_tile(network: NetworkDirectory, plugin: MlaPluginConfig, target: Tar
     Raises:
         UserError: It does not fit the target's shared memory.
     """
-    spec, cache_dtype = network.spec, plugin.cache_dtype(network.dtype)
-    tile = TargetTile.choose(spec, plugin, target)
-    check_tile(tile.tile_s, tile.num_stages, spec.latent_width * cache_dtype.itemsize, target)
+    tile = TargetTile.choose(network.spec, plugin, target)
+    check_tile(tile.tile_s, tile.num_stages, network.row_layout.row_bytes, target)
     return tile

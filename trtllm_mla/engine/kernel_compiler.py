@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trtllm_mla.engine.kernel_store import Cubin, KernelStore, cubin_path
 from trtllm_mla.engine.launcher import POINTER_ALIGNMENT, WARP_SIZE
 from trtllm_mla.errors import MissingDependencyError, UserError
 from trtllm_mla.ops.kernels import jit_kernel
@@ -21,6 +20,8 @@ from trtllm_mla.targets import KIB, Target
 
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
+
+    from trtllm_mla.engine.kernel_store import KernelStore
 
 CACHE_ENVIRONMENT_VARIABLE = "TRTLLM_MLA_CACHE_DIR"
 
@@ -59,6 +60,9 @@ def compile_kernels(
         MissingDependencyError: Triton is not installed.
         UserError: A kernel takes more shared memory than its target has.
     """
+    # Compiling alone takes nothing but Triton; the manifest's checks are pydantic's.
+    from trtllm_mla.engine.kernel_store import Cubin, KernelStore, cubin_path
+
     try:
         import triton
     except ModuleNotFoundError as error:
@@ -104,7 +108,11 @@ def compile_variant(variant: KernelVariant, target: Target) -> CompiledKernel:
     compiled = triton.compile(
         source,
         target=GPUTarget("cuda", target.compute_capability, WARP_SIZE),
-        options={"num_warps": variant.num_warps, "num_stages": variant.num_stages, "enable_fp_fusion": True},
+        options={
+            "num_warps": variant.num_warps,
+            "num_stages": variant.num_stages,
+            "enable_fp_fusion": variant.fp_fusion,
+        },
     )
     metadata = compiled.metadata
     if metadata.shared > target.shared_memory_bytes:

@@ -28,7 +28,7 @@ MAX_MANIFEST_BYTES = 1 << 22
 MAX_CUBIN_BYTES = 1 << 26
 
 _Identifier = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}$", strict=True)]
-_ParameterType = Annotated[str, StringConstraints(pattern=r"^(\*(fp32|fp16|bf16|i32)|i32|fp32)$", strict=True)]
+_ParameterType = Annotated[str, StringConstraints(pattern=r"^(\*(fp32|fp16|bf16|i32|i8)|i32|fp32)$", strict=True)]
 _Count = Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]
 
 
@@ -171,6 +171,7 @@ class _Variant(StrictModel):
     constants: Annotated[tuple[tuple[_Identifier, bool | _Count], ...], Field(max_length=64)]
     num_warps: Annotated[int, Field(ge=1, le=32, strict=True)]
     num_stages: Annotated[int, Field(ge=1, le=16, strict=True)]
+    fp_fusion: Annotated[bool, Field(strict=True)]
 
     def to_variant(self) -> KernelVariant:
         values: dict[str, Any] = {name: getattr(self, name) for name in type(self).model_fields}

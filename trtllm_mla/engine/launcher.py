@@ -7,15 +7,17 @@ stands the ``Driver`` protocol, so that what is launched can be checked without 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from trtllm_mla.engine.kernel_store import Cubin, KernelStore
 from trtllm_mla.errors import MissingDependencyError, UserError
 from trtllm_mla.ops.plan import Argument, Launch, LaunchPlan, ScalarArgument, TensorArgument
 from trtllm_mla.targets import KIB, TARGETS, Target
+
+if TYPE_CHECKING:
+    from trtllm_mla.engine.kernel_store import Cubin, KernelStore
 
 WARP_SIZE = 32
 # Kernels are compiled for pointers that are multiples of this (``kernel_compiler``), which widens loads to 16 bytes.

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from trtllm_mla.cache_rows import CacheDType
 from trtllm_mla.checkpoint.spec import ModelSpec
 from trtllm_mla.config import MlaPluginConfig
 from trtllm_mla.dtypes import DType
@@ -73,7 +74,7 @@ class OperationSettings:
     """
 
     model_dtype: DType
-    cache_dtype: DType
+    cache_dtype: CacheDType
     tiles: tuple[TargetTile, ...]
 
     def tile(self, target: Target) -> TargetTile:

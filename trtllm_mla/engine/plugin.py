@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
+from trtllm_mla.cache_rows import CacheDType
 from trtllm_mla.dtypes import DType
 from trtllm_mla.engine.backend import Backend
 from trtllm_mla.engine.launcher import Launcher
@@ -303,7 +304,7 @@ def _make_plugin_class(library: PluginLibrary) -> Any:
 
         def _data_type(self, tensor: TensorContract) -> trt.DataType:
             settings = self.state.operation.settings
-            names = {"model": settings.model_dtype, "cache": settings.cache_dtype}
+            names = {"model": settings.model_dtype, "cache": settings.cache_dtype.storage}
             return library.backend.data_type(names.get(tensor.element_type, tensor.element_type))
 
     return MlaPlugin
@@ -402,7 +403,7 @@ def _read_settings(op: OpDefinition, fields: Mapping[str, Any]) -> OperationSett
     tiles = np.asarray(_field(op, fields, _TILES)).reshape(-1, 3).tolist()
     return OperationSettings(
         DType(text(_MODEL_DTYPE)),
-        DType(text(_CACHE_DTYPE)),
+        CacheDType(text(_CACHE_DTYPE)),
         tuple(TargetTile(f"sm_{capability}", tile_s, stages) for capability, tile_s, stages in tiles),
     )
 

@@ -63,6 +63,11 @@ def size_ranges(config: BuildConfig) -> dict[str, SizeRange]:
     context_tokens = SizeRange(0, opt_tokens, tokens)
     context_keys = config.max_context_kv_tokens
     longest_key = min(config.max_seq_len, context_keys)
+    history: dict[str, SizeRange] = {}
+    for number in range(1, plugin.max_context_passes):
+        # A pass over older tokens that has any is full more often than not.
+        history[f"context_history_keys_{number}"] = SizeRange(0, context_keys, context_keys)
+        history[f"context_longest_history_key_{number}"] = SizeRange(1, longest_key, longest_key)
     ranges = {
         "logit_rows": SizeRange(0, opt_requests, tokens),
         "positions": SizeRange(1, config.max_seq_len, config.max_seq_len),
@@ -73,6 +78,7 @@ def size_ranges(config: BuildConfig) -> dict[str, SizeRange]:
         "context_requests": SizeRange(0, 1, requests),
         "context_longest_query": SizeRange(1, opt_tokens, tokens),
         "context_longest_key": SizeRange(1, min(opt_tokens, longest_key), longest_key),
+        **history,
     }
     if not plugin.enable_matrix_absorption:
         return {**ranges, "tokens": context_tokens}
@@ -115,7 +121,7 @@ def shape_ranges(
 
 def _max_generation_tokens(config: BuildConfig) -> int:
     """Tokens of the generation group: chunks below the threshold, or longer ones whose history is too long."""
-    if config.max_seq_len > config.max_context_kv_tokens:
+    if config.max_seq_len > config.max_context_kv_tokens * config.mla_plugin.max_context_passes:
         return config.max_num_tokens
     longest_chunk = max(config.mla_plugin.prefill_absorption_threshold - 1, 1)
     return min(config.max_num_tokens, config.max_batch_size * longest_chunk)

@@ -3,18 +3,29 @@
 The context group is decompressed: its requests' latents are read from the cache and lifted to keys and values of every
 head. The generation group is absorbed: queries are taken to the latent space instead, where all heads share one key,
 and the attended latent is lifted afterwards (DeepSeek-V2, arXiv:2405.04434, section 2.1.2).
+
+Decompressed keys and values take much memory, so the context group works on a part of a long history at a time, in
+passes. Their number is fixed when the graph is made. An ONNX Loop over as many passes as a step needs would make
+TensorRT read the trip count on the host, a synchronisation in every layer, and would rule out CUDA graphs, also for
+the decode steps that share the graph. A pass without keys costs its launches only.
 """
 
 from __future__ import annotations
 
+from trtllm_mla.dtypes import DType
 from trtllm_mla.network.builder import NetworkBuilder, Tensor
-from trtllm_mla.network.contract import present_latent
+from trtllm_mla.network.contract import history_inputs, present_latent
 
 # Legend: T tokens, C context tokens, G generation tokens, S cached tokens of the context group, H heads,
 # N qk_nope_head_dim, R qk_rope_head_dim, V v_head_dim, L kv_lora_rank, E hidden_size
 
-# AppendLatent, GatherLatent and ContextAttention, and LatentAttention where there is a generation group.
-OPERATIONS_PER_LAYER = {False: 3, True: 4}
+
+def operations_per_layer(*, absorption: bool, context_passes: int) -> int:
+    """MLA operations of one layer.
+
+    AppendLatent; GatherLatent and ContextAttention in each pass; LatentAttention where there is a generation group.
+    """
+    return 1 + 2 * context_passes + int(absorption)
 
 
 def latent_attention_block(net: NetworkBuilder, layer: int, hidden_TE: Tensor) -> Tensor:
@@ -35,6 +46,7 @@ def latent_attention_block(net: NetworkBuilder, layer: int, hidden_TE: Tensor) -
         step["slot_mapping"],
         step["rotary_cos_sin"],
         rope_interleave=int(spec.rope.interleaved),
+        latent_scale=net.latent_scales[layer],
     )
     net.output(present, present_latent(layer))
 
@@ -42,13 +54,13 @@ def latent_attention_block(net: NetworkBuilder, layer: int, hidden_TE: Tensor) -
     k_up_HNL = net.weight(f"{prefix}.k_up", heads, spec.qk_nope_head_dim, spec.kv_lora_rank)
     v_up_HVL = net.weight(f"{prefix}.v_up", heads, spec.v_head_dim, spec.kv_lora_rank)
     if net.group_sizes is None:
-        output_THV = _context(net, q_nope_THN, q_pe_THR, present, k_up_HNL, v_up_HVL)
+        output_THV = _context(net, layer, q_nope_THN, q_pe_THR, present, k_up_HNL, v_up_HVL)
     else:
         q_nope_CHN, q_nope_GHN = op.Split(q_nope_THN, net.group_sizes, axis=0, _outputs=2)
         q_pe_CHR, q_pe_GHR = op.Split(q_pe_THR, net.group_sizes, axis=0, _outputs=2)
         output_THV = op.Concat(
-            _context(net, q_nope_CHN, q_pe_CHR, present, k_up_HNL, v_up_HVL),
-            _generation(net, q_nope_GHN, q_pe_GHR, present, k_up_HNL, v_up_HVL),
+            _context(net, layer, q_nope_CHN, q_pe_CHR, present, k_up_HNL, v_up_HVL),
+            _generation(net, layer, q_nope_GHN, q_pe_GHR, present, k_up_HNL, v_up_HVL),
             axis=0,
         )
     output_TF = op.Reshape(output_THV, [0, values])
@@ -82,23 +94,101 @@ def _latents(net: NetworkBuilder, prefix: str, hidden_TE: Tensor) -> tuple[Tenso
 
 
 def _context(
-    net: NetworkBuilder, q_nope_CHN: Tensor, q_pe_CHR: Tensor, cache: Tensor, k_up_HNL: Tensor, v_up_HVL: Tensor
+    net: NetworkBuilder,
+    layer: int,
+    q_nope_CHN: Tensor,
+    q_pe_CHR: Tensor,
+    cache: Tensor,
+    k_up_HNL: Tensor,
+    v_up_HVL: Tensor,
 ) -> Tensor:
-    """Decompressed attention: [C, H, V]."""
+    """Decompressed attention: [C, H, V].
+
+    The first pass is causal, over the newest cached tokens; the further ones see all of theirs. Attention over all of
+    them is the mean of the passes' outputs, weighted by their sums of exponentials (as in FlashInfer,
+    arXiv:2501.01005, section 2.2).
+    """
+    operands = (layer, q_nope_CHN, q_pe_CHR, cache, k_up_HNL, v_up_HVL)
+    newest = ("context_kv_slots", "context_key_offsets", "context_key_index")
+    output_CHV, log_sum_exp_CH = _attend(net, *operands, newest, True)
+    if net.context_passes == 1:
+        return output_CHV
+    merge = _Merge(net, output_CHV, log_sum_exp_CH)
+    for number in range(1, net.context_passes):
+        older = tuple(item.name for item in history_inputs(number))
+        merge.add(*net.scoped(f"pass_{number}", _attend, *operands, older, False))
+    return merge.output()
+
+
+class _Merge:
+    """Outputs of passes, merged in fp32 one after the other.
+
+    Every query sees its own key in the first pass, whose log-sum-exp is therefore finite: so is the largest one, and
+    the weight of a pass without keys is exp(-inf) = 0, never NaN. A pass's output comes rounded to the network's type,
+    as the operation gives it, and the merged one is rounded once more: half a unit in the last place each time.
+
+    Args:
+        net: The network.
+        output_CHV: Output of the first pass.
+        log_sum_exp_CH: Its log-sum-exp, fp32.
+    """
+
+    def __init__(self, net: NetworkBuilder, output_CHV: Tensor, log_sum_exp_CH: Tensor) -> None:
+        self._net = net
+        self._sum_CHV = self._fp32(output_CHV)
+        self._largest_CH = log_sum_exp_CH
+        self._total_CH: Tensor = 1.0
+
+    def add(self, output_CHV: Tensor, log_sum_exp_CH: Tensor) -> None:
+        """Adds a pass."""
+        op = self._net.op
+        largest_CH = op.Max(self._largest_CH, log_sum_exp_CH)
+        old_CH = op.Exp(op.Sub(self._largest_CH, largest_CH))
+        new_CH = op.Exp(op.Sub(log_sum_exp_CH, largest_CH))
+        self._total_CH = op.Add(op.Mul(old_CH, self._total_CH), new_CH)
+        self._sum_CHV = op.Add(
+            op.Mul(op.Unsqueeze(old_CH, [2]), self._sum_CHV),
+            op.Mul(op.Unsqueeze(new_CH, [2]), self._fp32(output_CHV)),
+        )
+        self._largest_CH = largest_CH
+
+    def output(self) -> Tensor:
+        """The merged output in the network's type: [C, H, V]."""
+        op = self._net.op
+        return op.Cast(op.Div(self._sum_CHV, op.Unsqueeze(self._total_CH, [2])), to=self._net.dtype.onnx)
+
+    def _fp32(self, value: Tensor) -> Tensor:
+        return self._net.op.Cast(value, to=DType.FLOAT32.onnx)
+
+
+def _attend(
+    net: NetworkBuilder,
+    layer: int,
+    q_nope_CHN: Tensor,
+    q_pe_CHR: Tensor,
+    cache: Tensor,
+    k_up_HNL: Tensor,
+    v_up_HVL: Tensor,
+    keys: tuple[str, ...],
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
+    """One pass: output [C, H, V] and log-sum-exp [C, H] over the cached tokens that the step inputs ``keys`` name."""
     spec, op, step = net.spec, net.op, net.step
+    kv_slots, key_offsets, key_index = (step[name] for name in keys)
     latent_SL, k_pe_SR = net.mla_op(
         "GatherLatent",
         cache,
-        step["context_kv_slots"],
+        kv_slots,
         kv_lora_rank=spec.kv_lora_rank,
         rope_dim=spec.qk_rope_head_dim,
+        latent_scale=net.latent_scales[layer],
     )
 
     def lift(up_HDL: Tensor, width: int) -> Tensor:
         rows = op.Reshape(up_HDL, [spec.num_attention_heads * width, spec.kv_lora_rank])
         return op.Reshape(op.Gemm(latent_SL, rows, transB=1), [0, spec.num_attention_heads, width])
 
-    output_CHV, _ = net.mla_op(
+    output_CHV, log_sum_exp_CH = net.mla_op(
         "ContextAttention",
         q_nope_CHN,
         q_pe_CHR,
@@ -106,16 +196,23 @@ def _context(
         k_pe_SR,
         lift(v_up_HVL, spec.v_head_dim),
         step["context_query_offsets"],
-        step["context_key_offsets"],
+        key_offsets,
         step["context_query_index"],
-        step["context_key_index"],
+        key_index,
         softmax_scale=spec.softmax_scale,
+        causal=int(causal),
     )
-    return output_CHV
+    return output_CHV, log_sum_exp_CH
 
 
 def _generation(
-    net: NetworkBuilder, q_nope_GHN: Tensor, q_pe_GHR: Tensor, cache: Tensor, k_up_HNL: Tensor, v_up_HVL: Tensor
+    net: NetworkBuilder,
+    layer: int,
+    q_nope_GHN: Tensor,
+    q_pe_GHR: Tensor,
+    cache: Tensor,
+    k_up_HNL: Tensor,
+    v_up_HVL: Tensor,
 ) -> Tensor:
     """Absorbed attention: [G, H, V]."""
     op, step = net.op, net.step
@@ -130,6 +227,7 @@ def _generation(
         step["generation_query_offsets"],
         step["generation_query_index"],
         softmax_scale=net.spec.softmax_scale,
+        latent_scale=net.latent_scales[layer],
     )
     v_up_HLV = op.Transpose(v_up_HVL, perm=[0, 2, 1])
     output_HGV = op.MatMul(op.Transpose(attended_GHL, perm=[1, 0, 2]), v_up_HLV)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from trtllm_mla.cache_rows import CacheDType
 from trtllm_mla.checkpoint.spec import ModelSpec
 from trtllm_mla.dtypes import DType
-from trtllm_mla.network.contract import LATENT_DIMS, past_latent, step_inputs
+from trtllm_mla.network.contract import CACHE_DTYPE_KEY, LATENT_DIMS, past_latent, step_inputs
 from trtllm_mla.ops import DOMAIN, OPS, VERSION
 from trtllm_mla.ops.definition import Attribute, BodyTypes, split_dim
 from trtllm_mla.ops.functions import OPSET
@@ -27,22 +28,35 @@ class NetworkBuilder:
     Attributes:
         spec: The model.
         dtype: Type of activations and weights.
-        cache_dtype: Type of the latent cache.
+        layout: A row of the latent cache.
+        latent_scales: Outer scale of each layer's quantised latents.
         absorption: Whether the network has a generation group.
+        context_passes: Passes of the context group's attention.
         op: onnxscript's operator builder.
         step: The step inputs by name.
         position_ids: Position of each new token: int32 [tokens].
         group_sizes: Tokens of the context and of the generation group, int64 [2]; None without a generation group.
     """
 
-    def __init__(self, spec: ModelSpec, dtype: DType, cache_dtype: DType, *, absorption: bool) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        dtype: DType,
+        cache_dtype: CacheDType,
+        latent_scales: Sequence[float],
+        *,
+        absorption: bool,
+        context_passes: int,
+    ) -> None:
         import onnx_ir
         from onnxscript import GraphBuilder
 
         self.spec = spec
         self.dtype = dtype
-        self.cache_dtype = cache_dtype
+        self.layout = cache_dtype.layout(spec.kv_lora_rank, spec.qk_rope_head_dim)
+        self.latent_scales = tuple(latent_scales)
         self.absorption = absorption
+        self.context_passes = context_passes
         self._graph = onnx_ir.Graph(
             [], [], nodes=[], opset_imports={"": OPSET, DOMAIN: int(VERSION)}, name=spec.model_type
         )
@@ -55,7 +69,7 @@ class NetworkBuilder:
         sizes = {"qk_rope_head_dim": spec.qk_rope_head_dim}
         self.step: dict[str, Tensor] = {
             item.name: self._builder.input(item.name, types[item.dtype], [sizes.get(dim, dim) for dim in item.dims])
-            for item in step_inputs(absorption=absorption)
+            for item in step_inputs(absorption=absorption, context_passes=context_passes)
         }
         self.position_ids: Tensor = self.step["context_position_ids"]
         self.group_sizes: Tensor | None = None
@@ -67,9 +81,7 @@ class NetworkBuilder:
     def latent_pool(self, layer: int) -> Tensor:
         """Adds a layer's cache input: ``LATENT_DIMS``."""
         pages, page_size, _ = LATENT_DIMS
-        return self._builder.input(
-            past_latent(layer), self.cache_dtype.onnx, [pages, page_size, self.spec.latent_width]
-        )
+        return self._builder.input(past_latent(layer), self.layout.dtype.onnx, [pages, page_size, self.layout.width])
 
     def weight(self, name: str, *shape: int) -> Tensor:
         """A weight, which is a graph input bound at run time. The same name is the same input."""
@@ -121,7 +133,7 @@ class NetworkBuilder:
 
         definition = OPS[op_name]
         if op_name not in self._functions:
-            self._functions[op_name] = definition.build_body(BodyTypes(self.dtype, self.cache_dtype), attributes)
+            self._functions[op_name] = definition.build_body(BodyTypes(self.dtype, self.layout), attributes)
         outputs = self.op.builder.call_op(
             op_name,
             inputs,
@@ -132,7 +144,7 @@ class NetworkBuilder:
         )
         types = {
             "model": self.dtype.onnx,
-            "cache": self.cache_dtype.onnx,
+            "cache": self.layout.dtype.onnx,
             "int32": onnx_ir.DataType.INT32,
             "float32": onnx_ir.DataType.FLOAT,
         }
@@ -155,6 +167,7 @@ class NetworkBuilder:
             ir_version=IR_VERSION,
             producer_name="trtllm_mla",
             functions=list(self._functions.values()),
+            metadata_props={CACHE_DTYPE_KEY: str(self.layout.dtype)},
         )
 
     def _node_name(self, name: str) -> str:

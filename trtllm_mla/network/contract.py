@@ -2,6 +2,9 @@
 
 New tokens are packed without padding: first the context group, then the generation group. The groups' sizes travel
 as shapes, so that the host knows them without reading device memory.
+
+The context group's attention runs in a fixed number of passes. The first is causal, over each request's newest cached
+tokens, the new ones among them; each further one reads older tokens, of which there may be none, without a mask.
 """
 
 from __future__ import annotations
@@ -46,13 +49,17 @@ STEP_INPUTS = (
         "int32",
         ("context_keys",),
         "context",
-        "slots of all cached tokens of the group's requests, the new ones included, request after request",
+        "slots of the cached tokens of the first pass, the new ones included, request after request",
     ),
     StepInput(
         "context_query_offsets", "int32", ("context_requests+1",), "context", "prefix sums of new tokens a request"
     ),
     StepInput(
-        "context_key_offsets", "int32", ("context_requests+1",), "context", "prefix sums of cached tokens a request"
+        "context_key_offsets",
+        "int32",
+        ("context_requests+1",),
+        "context",
+        "prefix sums of the first pass's cached tokens a request",
     ),
     StepInput(
         "context_query_index",
@@ -101,11 +108,51 @@ STEP_INPUTS = (
 
 LATENT_DIMS = ("pages", "page_size", "latent_width")
 LOGITS = "logits"
+# Key of the graph's metadata that holds the type of the latent cache: the pools of all quantised types are int8.
+CACHE_DTYPE_KEY = "kv_cache_dtype"
 
 
-def step_inputs(*, absorption: bool) -> tuple[StepInput, ...]:
-    """The step inputs of a network with or without a generation group."""
-    return tuple(item for item in STEP_INPUTS if absorption or item.group != "generation")
+def history_inputs(number: int) -> tuple[StepInput, StepInput, StepInput]:
+    """The step inputs of a pass over older tokens: slots, offsets, index.
+
+    Args:
+        number: The pass, from 1.
+    """
+    slots = f"context_history_kv_slots_{number}"
+    return (
+        StepInput(
+            slots,
+            "int32",
+            (f"context_history_keys_{number}",),
+            "context",
+            f"slots of the cached tokens of pass {number}, request after request",
+        ),
+        StepInput(
+            f"context_history_key_offsets_{number}",
+            "int32",
+            ("context_requests+1",),
+            "context",
+            f"prefix sums of the cached tokens of pass {number} a request",
+        ),
+        StepInput(
+            f"context_history_key_index_{number}",
+            "int32",
+            ("context_requests", f"context_longest_history_key_{number}"),
+            "context",
+            f"rows in {slots} of each request's cached tokens, padded with 0",
+        ),
+    )
+
+
+def step_inputs(*, absorption: bool, context_passes: int = 1) -> tuple[StepInput, ...]:
+    """The step inputs of a network.
+
+    Args:
+        absorption: Whether there is a generation group.
+        context_passes: Passes of the context group's attention.
+    """
+    history = tuple(item for number in range(1, context_passes) for item in history_inputs(number))
+    return tuple(item for item in STEP_INPUTS if absorption or item.group != "generation") + history
 
 
 def past_latent(layer: int) -> str:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 from pydantic import Field
 
 from trtllm_mla._version import __version__
+from trtllm_mla.cache_rows import CacheDType, RowLayout
 from trtllm_mla.checkpoint.architectures import read_model_spec
 from trtllm_mla.checkpoint.files import Checkpoint
 from trtllm_mla.checkpoint.pretrained_config import from_pretrained_config, to_pretrained_config
@@ -24,8 +26,8 @@ from trtllm_mla.checkpoint.weights import WeightMap, build_weight_map, check_che
 from trtllm_mla.config import MlaPluginConfig, StrictModel, merge_plugin_configs, parse_config
 from trtllm_mla.dtypes import DType
 from trtllm_mla.errors import UserError
-from trtllm_mla.files import atomic_directory, read_table, resolve_output, write_json
-from trtllm_mla.network.contract import LOGITS, past_latent, present_latent, step_inputs
+from trtllm_mla.files import atomic_directory, atomic_file, read_table, resolve_output, write_json
+from trtllm_mla.network.contract import LOGITS, StepInput, past_latent, present_latent, step_inputs
 from trtllm_mla.network.graph import build_network, strip_plugin_attributes
 
 if TYPE_CHECKING:
@@ -41,6 +43,11 @@ _NOT_IN_GRAPH = frozenset({"hf_architecture", "dtype", "max_position_embeddings"
 MAX_CONFIG_BYTES = 1 << 20
 MAX_ONNX_BYTES = 1 << 28
 MAX_CONSTANT_ELEMENTS = 1 << 16
+MIN_LATENT_SCALE, MAX_LATENT_SCALE = 2.0**-64, 2.0**64
+
+_CACHE_PREFIXES = (past_latent(0).removesuffix("0"), present_latent(0).removesuffix("0"))
+
+LatentScale = Annotated[float, Field(ge=MIN_LATENT_SCALE, le=MAX_LATENT_SCALE)]
 
 
 class NetworkConfig(StrictModel):
@@ -51,6 +58,7 @@ class NetworkConfig(StrictModel):
         pretrained_config: The whole model; its ``dtype`` is the network's.
         mla_plugin: The effective plugin config: every size filled in.
         num_layers: Layers of the network, at most the model's.
+        latent_scales: Outer scale of each layer's quantised latents; None is 1 for all.
         build_config: How the engine was built; engine directories only.
     """
 
@@ -58,7 +66,13 @@ class NetworkConfig(StrictModel):
     pretrained_config: dict[str, Any]
     mla_plugin: MlaPluginConfig
     num_layers: Annotated[int, Field(gt=0, strict=True)]
+    latent_scales: tuple[LatentScale, ...] | None = None
     build_config: dict[str, Any] | None = None
+
+    def save(self, path: Path) -> None:
+        """Writes the file, atomically; what is absent has no key."""
+        values = self.model_dump(mode="json")
+        write_json(path, {key: value for key, value in values.items() if value is not None})
 
 
 @dataclass(frozen=True)
@@ -71,6 +85,7 @@ class NetworkDirectory:
         plugin: The effective plugin config.
         num_layers: Layers of the network.
         weights: Where each weight input comes from.
+        latent_scales: Outer scale of each layer's quantised latents, 1 where the cache is not quantised.
     """
 
     path: Path
@@ -78,6 +93,7 @@ class NetworkDirectory:
     plugin: MlaPluginConfig
     num_layers: int
     weights: WeightMap
+    latent_scales: tuple[float, ...]
 
     @classmethod
     def load(cls, path: Path) -> NetworkDirectory:
@@ -109,7 +125,15 @@ class NetworkDirectory:
                 f"{path / WEIGHTS_NAME}: found weights that are not those of the model in {CONFIG_NAME}, expected "
                 "the same names and shapes. Convert the checkpoint again."
             )
-        return cls(path, spec, plugin, config.num_layers, weights)
+        scales = config.latent_scales or (1.0,) * config.num_layers
+        quantized = plugin.cache_dtype(spec.dtype).is_quantized
+        if len(scales) != config.num_layers or not (quantized or set(scales) == {1.0}):
+            raise UserError(
+                f"{source}: latent_scales: found {len(scales)} for a {plugin.kv_cache_dtype} cache of "
+                f"{config.num_layers} layers, expected one a layer with an fp8 or nvfp4 cache, and none otherwise. "
+                "Convert the checkpoint again."
+            )
+        return cls(path, spec, plugin, config.num_layers, weights, scales)
 
     def configured(self, build: MlaPluginConfig) -> NetworkDirectory:
         """The directory with what a build config's section changes; see ``merge_plugin_configs``."""
@@ -134,6 +158,18 @@ class NetworkDirectory:
     def dtype(self) -> DType:
         """Type of activations and weights."""
         return self.spec.dtype
+
+    @property
+    def step_inputs(self) -> tuple[StepInput, ...]:
+        """Inputs that differ from step to step."""
+        plugin = self.plugin
+        return step_inputs(absorption=plugin.enable_matrix_absorption, context_passes=plugin.max_context_passes)
+
+    @property
+    def row_layout(self) -> RowLayout:
+        """A row of the latent cache."""
+        spec = self.spec
+        return self.plugin.cache_dtype(spec.dtype).layout(spec.kv_lora_rank, spec.qk_rope_head_dim)
 
     @property
     def onnx_path(self) -> Path:
@@ -171,12 +207,42 @@ class NetworkDirectory:
             proto = onnx_ir.to_proto(model)
         return proto
 
+    def unquantized(self) -> NetworkDirectory:
+        """The directory with a cache of the network's type, to make a twin of; its graph on disk stays quantised."""
+        plugin = self.plugin.model_copy(update={"kv_cache_dtype": CacheDType.of(self.dtype).value})
+        return dataclasses.replace(self, plugin=plugin, latent_scales=(1.0,) * self.num_layers)
+
+    def check_calibratable(self) -> None:
+        """Checks that outer scales can be stored in this directory.
+
+        Raises:
+            UserError: The cache is not quantised, or the directory is an engine's, which has its scales built in.
+        """
+        if not self.row_layout.dtype.is_quantized:
+            raise UserError(
+                f"{self.path}: found a network with a {self.row_layout.dtype} cache, whose rows have no scales; "
+                "expected an fp8 or nvfp4 cache. Set kv_cache_dtype in the plugin config, and convert again."
+            )
+        if "build_config" in read_table(self.path / CONFIG_NAME, max_bytes=MAX_CONFIG_BYTES):
+            raise UserError(
+                f"{self.path}: found an engine directory, whose scales were built into the engine, expected a network "
+                "directory. Calibrate the network, and build again."
+            )
+
     def float32_twin(self) -> onnx.ModelProto:
-        """The graph of the same config in float32, cache included: for runtimes without products of this type."""
+        """The graph of the same config in float32: for runtimes without products of this type.
+
+        A quantised cache stays as it is, any other becomes fp32.
+        """
         import onnx_ir
 
-        plugin = self.plugin.model_copy(update={"kv_cache_dtype": "fp32"})
-        return onnx_ir.to_proto(build_network(self.spec, plugin, DType.FLOAT32, num_layers=self.num_layers))
+        dtype = self.row_layout.dtype if self.row_layout.dtype.is_quantized else CacheDType.FP32
+        plugin = self.plugin.model_copy(update={"kv_cache_dtype": dtype.value})
+        return onnx_ir.to_proto(
+            build_network(
+                self.spec, plugin, DType.FLOAT32, num_layers=self.num_layers, latent_scales=self.latent_scales
+            )
+        )
 
     def _check(self, proto: onnx.ModelProto) -> None:
         """Refuses a graph with other inputs or outputs than the config's, with large constants, or other files."""
@@ -187,10 +253,9 @@ class NetworkDirectory:
             for value in proto.graph.input
         }
         expected = {name: (int(self.dtype.onnx), list(shape)) for name, shape in self.weights.shapes.items()}
-        others = {item.name for item in step_inputs(absorption=self.plugin.enable_matrix_absorption)}
-        cache_dtype = self.plugin.cache_dtype(self.dtype)
+        others = {item.name for item in self.step_inputs}
         for layer in range(self.num_layers):
-            expected[past_latent(layer)] = (int(cache_dtype.onnx), [0, 0, self.spec.latent_width])
+            expected[past_latent(layer)] = (int(self.row_layout.dtype.onnx), [0, 0, self.row_layout.width])
         wrong = sorted(name for name, value in expected.items() if found.get(name) != value)
         wrong += sorted((found.keys() - expected.keys()) ^ others)
         if wrong:
@@ -204,6 +269,15 @@ class NetworkDirectory:
                 f"{self.onnx_path}: found the outputs {', '.join(sorted(outputs)) or 'none':.200}, expected {LOGITS} "
                 "and the cache of each layer. Convert the checkpoint again."
             )
+        if _latent_scales(proto) != {
+            name(layer): float(np.float32(scale))
+            for layer, scale in enumerate(self.latent_scales)
+            for name in (past_latent, present_latent)
+        }:
+            raise UserError(
+                f"{self.onnx_path}: found other outer scales than the latent_scales in {CONFIG_NAME}, expected files "
+                "that were written together. Calibrate the network again, or convert the checkpoint again."
+            )
         for tensor in _tensors(proto):
             if tensor.data_location == onnx.TensorProto.EXTERNAL:
                 raise UserError(
@@ -215,6 +289,18 @@ class NetworkDirectory:
                     f"{self.onnx_path}: found a constant of shape {list(tensor.dims)!s:.80}, expected at most "
                     f"{MAX_CONSTANT_ELEMENTS} elements. Convert the checkpoint again."
                 )
+
+
+def _latent_scales(proto: onnx.ModelProto) -> dict[str, float]:
+    """Outer scale of each cache tensor that an operation reads or writes; NaN where operations disagree."""
+    found: dict[str, float] = {}
+    for node in proto.graph.node:
+        for attribute in node.attribute:
+            if attribute.name == "latent_scale":
+                for name in node.input:
+                    if name.startswith(_CACHE_PREFIXES):
+                        found[name] = attribute.f if found.get(name, attribute.f) == attribute.f else math.nan
+    return found
 
 
 def _tensors(message: Any) -> Iterator[onnx.TensorProto]:
@@ -253,8 +339,6 @@ def convert(
         UserError: The checkpoint is unusable, it contradicts the plugin config, or ``output`` cannot be written to.
             Nothing is written then.
     """
-    import onnx_ir
-
     checkpoint = Checkpoint.open(checkpoint_path)
     source = checkpoint_path.resolve()
     if source.is_relative_to(resolve_output(output)):
@@ -266,14 +350,82 @@ def convert(
     if checkpoint.has_weights:
         check_checkpoint(weights, checkpoint)
     layers = spec.num_hidden_layers if num_layers is None else num_layers
-    config = NetworkConfig(
-        version=__version__, pretrained_config=to_pretrained_config(spec), mla_plugin=plugin, num_layers=layers
+    network = NetworkDirectory(output, spec, plugin, layers, weights, (1.0,) * layers)
+    _write(network, overwrite=overwrite)
+    return network
+
+
+def store_latent_scales(
+    network: NetworkDirectory, latent_scales: Sequence[float], *, output: Path | None = None, overwrite: bool = False
+) -> NetworkDirectory:
+    """Gives the quantised latents of a network other outer scales.
+
+    In place, the two files that hold them are replaced one after the other; ``NetworkDirectory.model`` refuses a graph
+    whose scales are not the config's, so that an interruption in between shows.
+
+    Args:
+        network: A network directory with a quantised cache.
+        latent_scales: One a layer, rounded to fp32.
+        output: A directory to make; None changes ``network`` itself.
+        overwrite: Replace what is in ``output``.
+
+    Raises:
+        UserError: The network has no quantised cache or is an engine's, or ``output`` cannot be written to.
+        ValueError: There is not one scale a layer, or one is outside 2^-64 to 2^64.
+    """
+    network.check_calibratable()
+    scales = tuple(float(np.float32(scale)) for scale in latent_scales)
+    if len(scales) != network.num_layers or not all(MIN_LATENT_SCALE <= scale <= MAX_LATENT_SCALE for scale in scales):
+        raise ValueError(f"found the scales {scales}, expected {network.num_layers} from 2^-64 to 2^64")
+    result = dataclasses.replace(network, path=output or network.path, latent_scales=scales)
+    if output is not None:
+        check_output(network, output)
+        _write(result, overwrite=overwrite)
+        return result
+    with atomic_file(network.onnx_path) as graph, atomic_file(network.path / CONFIG_NAME) as config:
+        _save_graph(result, graph)
+        _to_config(result).save(config)
+    return result
+
+
+def check_output(network: NetworkDirectory, output: Path) -> None:
+    """Checks that writing to a directory would not replace the network that it is made from.
+
+    Raises:
+        UserError: It would.
+    """
+    if network.path.resolve().is_relative_to(resolve_output(output)):
+        raise UserError(f"{output}: the output directory would replace the network in it. Name another one.")
+
+
+def _write(network: NetworkDirectory, *, overwrite: bool) -> None:
+    with atomic_directory(network.path, marker=ONNX_NAME, overwrite=overwrite) as directory:
+        _to_config(network).save(directory / CONFIG_NAME)
+        _save_graph(network, directory / ONNX_NAME)
+        network.weights.save(directory / WEIGHTS_NAME)
+
+
+def _to_config(network: NetworkDirectory) -> NetworkConfig:
+    return NetworkConfig(
+        version=__version__,
+        pretrained_config=to_pretrained_config(network.spec),
+        mla_plugin=network.plugin,
+        num_layers=network.num_layers,
+        latent_scales=network.latent_scales if network.row_layout.dtype.is_quantized else None,
     )
-    with atomic_directory(output, marker=ONNX_NAME, overwrite=overwrite) as directory:
-        write_json(directory / CONFIG_NAME, config.model_dump(mode="json", exclude={"build_config"}))
-        onnx_ir.save(build_network(spec, plugin, spec.dtype, num_layers=layers), directory / ONNX_NAME)
-        weights.save(directory / WEIGHTS_NAME)
-    return NetworkDirectory(output, spec, plugin, layers, weights)
+
+
+def _save_graph(network: NetworkDirectory, path: Path) -> None:
+    import onnx_ir
+
+    graph = build_network(
+        network.spec,
+        network.plugin,
+        network.dtype,
+        num_layers=network.num_layers,
+        latent_scales=network.latent_scales,
+    )
+    onnx_ir.save(graph, path)
 
 
 def effective_plugin(plugin: MlaPluginConfig, spec: ModelSpec, *, source: str = "mla_plugin") -> MlaPluginConfig:
@@ -301,4 +453,4 @@ def effective_plugin(plugin: MlaPluginConfig, spec: ModelSpec, *, source: str = 
                 "out: sizes are then taken from the checkpoint."
             )
     cache_dtype = plugin.cache_dtype(spec.dtype)
-    return plugin.model_copy(update={**{key: size for key, _, size in sizes}, "kv_cache_dtype": cache_dtype.triton})
+    return plugin.model_copy(update={**{key: size for key, _, size in sizes}, "kv_cache_dtype": cache_dtype.value})

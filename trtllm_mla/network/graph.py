@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from trtllm_mla.checkpoint.spec import ModelSpec
@@ -18,7 +19,14 @@ if TYPE_CHECKING:
     import onnx_ir
 
 
-def build_network(spec: ModelSpec, plugin: MlaPluginConfig, dtype: DType, *, num_layers: int) -> onnx_ir.Model:
+def build_network(
+    spec: ModelSpec,
+    plugin: MlaPluginConfig,
+    dtype: DType,
+    *,
+    num_layers: int,
+    latent_scales: Sequence[float] | None = None,
+) -> onnx_ir.Model:
     """Builds the network of a dense MLA decoder.
 
     Inputs and outputs are those of ``network/contract.py``; weights are inputs too, named as in the checkpoint. The
@@ -26,11 +34,21 @@ def build_network(spec: ModelSpec, plugin: MlaPluginConfig, dtype: DType, *, num
 
     Args:
         spec: The model.
-        plugin: Decides whether there is a generation group, and the cache's type.
+        plugin: Decides whether there is a generation group, in how many passes the context group attends, and the
+            cache's type.
         dtype: Type of activations and weights.
         num_layers: Layers to build, from the first.
+        latent_scales: Outer scale of each layer's quantised latents; left out, 1.
     """
-    net = NetworkBuilder(spec, dtype, plugin.cache_dtype(dtype), absorption=plugin.enable_matrix_absorption)
+    latent_scales = (1.0,) * num_layers if latent_scales is None else tuple(latent_scales)
+    net = NetworkBuilder(
+        spec,
+        dtype,
+        plugin.cache_dtype(dtype),
+        latent_scales,
+        absorption=plugin.enable_matrix_absorption,
+        context_passes=plugin.max_context_passes,
+    )
     embedding = net.weight("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
     hidden_TE = net.op.Gather(embedding, net.step["input_ids"])
     for layer in range(num_layers):

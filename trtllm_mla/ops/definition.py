@@ -6,10 +6,12 @@ Everything that carries an operation (the ONNX graph, the TensorRT plugin, the i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from trtllm_mla.cache_rows import CacheDType, RowLayout
 from trtllm_mla.dtypes import DType
 from trtllm_mla.ops.plan import KernelVariant, LaunchPlan
 from trtllm_mla.targets import Target
@@ -57,7 +59,7 @@ class Problem:
     dims: Mapping[str, int]
     attributes: Mapping[str, Attribute]
     model_dtype: DType
-    cache_dtype: DType
+    cache_dtype: CacheDType
     target: Target
     tile_s: int
     num_stages: int
@@ -69,11 +71,16 @@ class BodyTypes:
 
     Attributes:
         model_dtype: The network's type.
-        cache_dtype: The latent cache's type.
+        layout: A row of the latent cache.
     """
 
     model_dtype: DType
-    cache_dtype: DType
+    layout: RowLayout
+
+    @property
+    def cache_dtype(self) -> CacheDType:
+        """The latent cache's type."""
+        return self.layout.dtype
 
 
 @dataclass(frozen=True)
@@ -139,6 +146,31 @@ class OpDefinition:
             name, offset = split_dim(dim)
             shape.append(offset if name is None else int(known[name]) + offset)
         return tuple(shape)
+
+
+def row_layout(op: str, problem: Problem, kv_lora_rank: int, rope_dim: int) -> RowLayout:
+    """A row of the problem's latent cache.
+
+    Args:
+        op: Name of the operation, for messages.
+        problem: The problem; it has the dimension ``width`` and the attribute ``latent_scale``.
+        kv_lora_rank: Elements of the latent.
+        rope_dim: Elements of the rotary key.
+
+    Raises:
+        ValueError: The pool's rows have another width, or a cache that is not quantised is scaled.
+    """
+    layout = problem.cache_dtype.layout(kv_lora_rank, rope_dim)
+    width, scale = problem.dims["width"], problem.attributes["latent_scale"]
+    if width != layout.width:
+        raise ValueError(
+            f"{op}: found rows of width {width}, expected {layout.width}: kv_lora_rank {kv_lora_rank} and rope_dim "
+            f"{rope_dim} in {problem.cache_dtype}"
+        )
+    if not (0 < scale < math.inf if problem.cache_dtype.is_quantized else scale == 1):
+        expected = "a positive number" if problem.cache_dtype.is_quantized else "1"
+        raise ValueError(f"{op}: found latent_scale {scale} with a {problem.cache_dtype} cache, expected {expected}")
+    return layout
 
 
 def split_dim(dim: str | int) -> tuple[str | None, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from trtllm_mla.cache_rows import CacheDType
 from trtllm_mla.dtypes import DType
 from trtllm_mla.ops.definition import DOMAIN, Attribute
 
@@ -26,7 +27,7 @@ LOWEST_FLOAT32 = -3.4028234663852886e38
 def build_body_function(
     name: str,
     trace: Callable[..., Any],
-    inputs: Mapping[str, DType | str],
+    inputs: Mapping[str, DType | CacheDType | str],
     attributes: Mapping[str, Attribute],
 ) -> onnx_ir.Function:
     """Traces a function body.
@@ -58,10 +59,12 @@ def build_body_function(
     )
 
 
-def _element_type(dtype: DType | str) -> onnx_ir.DataType:
+def _element_type(dtype: DType | CacheDType | str) -> onnx_ir.DataType:
     import onnx_ir
 
-    return dtype.onnx if isinstance(dtype, DType) else onnx_ir.DataType[{"int32": "INT32", "float32": "FLOAT"}[dtype]]
+    if isinstance(dtype, DType | CacheDType):
+        return dtype.onnx
+    return onnx_ir.DataType[{"int32": "INT32", "float32": "FLOAT"}[dtype]]
 
 
 def int_attribute(op: Any, name: str) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from trtllm_mla.cache_rows import CacheDType
 from trtllm_mla.dtypes import DType
 from trtllm_mla.errors import MissingDependencyError
 from trtllm_mla.ops.definition import Attribute, OpDefinition, Problem
@@ -34,7 +35,7 @@ def run_op(
     attributes: Mapping[str, Attribute],
     *,
     model_dtype: DType,
-    cache_dtype: DType,
+    cache_dtype: CacheDType,
     target: Target,
     tile_s: int,
     num_stages: int,
@@ -64,7 +65,7 @@ def run_op(
     problem = Problem(dims, attributes, model_dtype, cache_dtype, target, tile_s, num_stages)
     element_types = {
         "model": getattr(torch, model_dtype),
-        "cache": getattr(torch, cache_dtype),
+        "cache": getattr(torch, cache_dtype.storage),
         "float32": torch.float32,
         "int32": torch.int32,
     }

@@ -10,6 +10,8 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 
+from trtllm_mla.cache_rows import CacheDType, RowLayout
+
 WORKSPACE_ALIGNMENT = 256
 MAX_INT32 = 2**31 - 1
 # Largest grids that CUDA launches: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
@@ -29,6 +31,8 @@ class KernelVariant:
             as its last parameter and whoever runs it sets.
         num_warps: Warps of a block.
         num_stages: Software pipelining depth.
+        fp_fusion: Whether a product and a sum may become one operation, which rounds once. Without it a kernel has the
+            bits of its formula.
     """
 
     op: str
@@ -37,6 +41,7 @@ class KernelVariant:
     constants: tuple[tuple[str, int | bool], ...]
     num_warps: int
     num_stages: int
+    fp_fusion: bool = True
 
     @property
     def key(self) -> str:
@@ -142,3 +147,22 @@ def ceil_div(value: int, divisor: int) -> int:
 def next_power_of_two(value: int) -> int:
     """The smallest power of two that is at least ``value``, which is at least 1."""
     return 1 << (value - 1).bit_length()
+
+
+def quantized_constants(layout: RowLayout) -> tuple[tuple[str, int | bool], ...]:
+    """The compile-time parameters that tell a kernel where the parts of a quantised row are.
+
+    CODE_BYTES, the offsets and ROW_BYTES are bytes. The latent is padded to BLOCK_LATENT elements, a power of two,
+    in BLOCK_SCALES blocks that share a scale.
+    """
+    block_latent = max(16, next_power_of_two(layout.kv_lora_rank))
+    return (
+        ("FP8", layout.dtype is CacheDType.FP8),
+        ("CODE_BYTES", layout.code_bytes),
+        ("SCALE_OFFSET", layout.scale_offset),
+        ("NUM_SCALES", layout.num_scales),
+        ("ROPE_OFFSET", layout.rope_offset),
+        ("ROW_BYTES", layout.row_bytes),
+        ("BLOCK_LATENT", block_latent),
+        ("BLOCK_SCALES", max(1, block_latent // layout.block_size)),
+    )

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from trtllm_mla.cache_rows import CacheDType
 from trtllm_mla.checkpoint.attention_cost import absorbed_flops_per_pair, break_even_queries
 from trtllm_mla.checkpoint.footprint import cache_footprint
 from trtllm_mla.checkpoint.spec import ModelSpec
@@ -37,7 +38,6 @@ class FormatReport:
 
     Attributes:
         name: The format.
-        planned: Whether no network can be made with it so far.
         row_bytes: Bytes of a cached token in one layer.
         break_even_heads: Local heads from which MMA takes longer than memory.
         memory_cycles: Cycles of each multiprocessor in which memory delivers it a row.
@@ -45,7 +45,6 @@ class FormatReport:
     """
 
     name: str
-    planned: bool
     row_bytes: int
     break_even_heads: float
     memory_cycles: float
@@ -252,7 +251,6 @@ def format_report(spec: ModelSpec, gpu: Gpu, item: RowFormat) -> FormatReport:
     row_bytes = item.row_bytes(spec)
     return FormatReport(
         name=item.name,
-        planned=item.planned,
         row_bytes=row_bytes,
         break_even_heads=gpu.ridge(item.compute_dtype) * row_bytes / absorbed_flops_per_pair(spec),
         memory_cycles=row_bytes / gpu.bandwidth * gpu.multiprocessors * gpu.clock_hz,
@@ -324,7 +322,7 @@ def step_floor(
 
 
 def _cache_sizes(spec: ModelSpec, formats: Sequence[RowFormat], context: int, tokens: int) -> list[CacheSize]:
-    own, other = spec.dtype.triton, cache_footprint(spec, itemsize=spec.dtype.itemsize)
+    own, other = spec.dtype.triton, cache_footprint(spec, CacheDType.of(spec.dtype))
     sizes = [
         CacheSize("mla", item.name, context, tokens * spec.num_hidden_layers * item.row_bytes(spec))
         for item in formats

@@ -48,8 +48,6 @@ def print_roofline(roofline: Roofline, console: Console) -> None:
         console: Where to.
     """
     gpu, spec = roofline.gpu, roofline.spec
-    labels = {item.name: f"{item.name} (planned)" if item.planned else item.name for item in roofline.formats}
-    short = {item.name: f"{item.name}*" if item.planned else item.name for item in roofline.formats}
     console.print(
         f"{gpu.title}: {gpu.memory_bytes / _GIB:.0f} GiB, {gpu.bandwidth / 1e9:.4g} GB/s, dense TFLOPS "
         f"{gpu.bf16_flops / 1e12:.4g} bf16 and {gpu.fp32_flops / 1e12:.4g} fp32, {gpu.multiprocessors} "
@@ -61,11 +59,11 @@ def print_roofline(roofline: Roofline, console: Console) -> None:
     )
     console.print(_break_even(roofline), highlight=False, soft_wrap=True)
     for table in (
-        _formats(roofline, labels),
-        _rows(roofline, short),
-        _steps(roofline, short),
-        _capacities(roofline, labels),
-        _cache_sizes(roofline, labels),
+        _formats(roofline),
+        _rows(roofline),
+        _steps(roofline),
+        _capacities(roofline),
+        _cache_sizes(roofline),
     ):
         console.print(table)
 
@@ -80,7 +78,7 @@ def _break_even(roofline: Roofline) -> str:
     )
 
 
-def _formats(roofline: Roofline, labels: dict[str, str]) -> Table:
+def _formats(roofline: Roofline) -> Table:
     table = Table(
         "cache",
         *("bytes", "MMA-bound from", "memory", "conversion"),
@@ -90,7 +88,7 @@ def _formats(roofline: Roofline, labels: dict[str, str]) -> Table:
     )
     for item in roofline.formats:
         table.add_row(
-            labels[item.name],
+            item.name,
             str(item.row_bytes),
             f"{item.break_even_heads:.1f} heads",
             f"{item.memory_cycles:.1f} cycles",
@@ -99,17 +97,16 @@ def _formats(roofline: Roofline, labels: dict[str, str]) -> Table:
     return table
 
 
-def _rows(roofline: Roofline, labels: dict[str, str]) -> Table:
+def _rows(roofline: Roofline) -> Table:
     table = Table(
         *("heads", "cache", "bytes", "FLOP", "FLOP/B", "memory", "MMA", "convert", "bound"),
         title="\nFloor per cached token, layer and decode step; ps of the whole GPU",
-        caption=_note(labels),
         **_STYLE,
     )
     for row in roofline.rows:
         table.add_row(
             _heads(row.num_heads, row.tensor_parallel),
-            labels[row.cache],
+            row.cache,
             str(row.row_bytes),
             f"{row.flops:,}",
             f"{row.intensity:.1f}",
@@ -120,17 +117,16 @@ def _rows(roofline: Roofline, labels: dict[str, str]) -> Table:
     return table
 
 
-def _steps(roofline: Roofline, labels: dict[str, str]) -> Table:
+def _steps(roofline: Roofline) -> Table:
     table = Table(
         *("heads", "cache", "context", "a layer", "attention", "weights", "attention\ntok/s", "\ntok/s", ""),
         title=f"\nFloor of a decode step of {roofline.batch_size} requests (ms), ceiling in tokens per second",
-        caption=_note(labels),
         **_STYLE,
     )
     for step in roofline.steps:
         table.add_row(
             _heads(step.num_heads, step.tensor_parallel),
-            labels[step.cache],
+            step.cache,
             f"{step.context:,}",
             *(
                 f"{seconds * 1e3:.3g}"
@@ -143,7 +139,7 @@ def _steps(roofline: Roofline, labels: dict[str, str]) -> Table:
     return table
 
 
-def _capacities(roofline: Roofline, labels: dict[str, str]) -> Table:
+def _capacities(roofline: Roofline) -> Table:
     table = Table(
         *("heads", "cache", "weights", "bytes per token", "tokens that fit"),
         title="\nCapacity of each GPU",
@@ -152,7 +148,7 @@ def _capacities(roofline: Roofline, labels: dict[str, str]) -> Table:
     for item in roofline.capacities:
         table.add_row(
             _heads(item.num_heads, item.tensor_parallel),
-            labels[item.cache],
+            item.cache,
             _size(item.weight_bytes),
             f"{item.bytes_per_token:,}",
             f"{item.tokens:,}",
@@ -160,7 +156,7 @@ def _capacities(roofline: Roofline, labels: dict[str, str]) -> Table:
     return table
 
 
-def _cache_sizes(roofline: Roofline, labels: dict[str, str]) -> Table:
+def _cache_sizes(roofline: Roofline) -> Table:
     contexts = list(dict.fromkeys(item.context for item in roofline.cache_sizes))
     table = Table(
         "attention",
@@ -171,14 +167,8 @@ def _cache_sizes(roofline: Roofline, labels: dict[str, str]) -> Table:
     )
     sizes = {(item.form, item.cache, item.context): item.cache_bytes for item in roofline.cache_sizes}
     for form, cache in dict.fromkeys((item.form, item.cache) for item in roofline.cache_sizes):
-        table.add_row(
-            _FORMS[form], labels.get(cache, cache), *(_size(sizes[form, cache, context]) for context in contexts)
-        )
+        table.add_row(_FORMS[form], cache, *(_size(sizes[form, cache, context]) for context in contexts))
     return table
-
-
-def _note(labels: dict[str, str]) -> str | None:
-    return "* planned" if any(label.endswith("*") for label in labels.values()) else None
 
 
 def _heads(num_heads: int, tensor_parallel: int) -> str:

@@ -8,10 +8,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trtllm_mla.errors import UserError
 from trtllm_mla.runtime.executors.base import Executor, Float32Array
 from trtllm_mla.runtime.pages import pages_for
 from trtllm_mla.runtime.scheduler import ActiveRequest, FinishReason, Request, Scheduler, SchedulerConfig
-from trtllm_mla.runtime.step import Chunk, Int32Array, LogitRows, build_step
+from trtllm_mla.runtime.step import ONE_PASS, Chunk, ContextPasses, Int32Array, LogitRows, build_step
+
+# Tokens of a window that a long text is cut into.
+DEFAULT_WINDOW = 256
 
 
 @dataclass(frozen=True)
@@ -22,11 +26,14 @@ class GenerationResult:
         output_ids: The new tokens, with the stop token where one ended it.
         finish_reason: ``length`` or ``stop``.
         token_times: Seconds from the call of ``generate`` to each new token.
+        pages: int32 page table: the pages that held its rows. They are free again, so the rows stay only until another
+            request takes them. The last new token has none.
     """
 
     output_ids: list[int]
     finish_reason: FinishReason
     token_times: tuple[float, ...]
+    pages: Int32Array
 
     @property
     def time_to_first_token(self) -> float:
@@ -40,7 +47,7 @@ class StepStats:
 
     Attributes:
         context_tokens: New tokens of the context group.
-        context_keys: Cached tokens that the context group decompressed.
+        context_keys: Cached tokens that the context group decompressed, over all passes.
         generation_tokens: New tokens of the generation group.
         num_requests: Requests in the step.
         host_seconds: Scheduling, packing, sampling and callbacks.
@@ -90,20 +97,23 @@ class GenerationSession:
         begin = time.perf_counter()
         scheduler = Scheduler(self._config)
         active = [scheduler.submit(request) for request in requests]
+        pages: dict[ActiveRequest, Int32Array] = {}
         while scheduler.has_work:
-            stats = self._step(scheduler)
+            stats = self._step(scheduler, pages)
             if on_step is not None:
                 on_step(stats)
-        return [_result(item, begin) for item in active]
+        return [_result(item, begin, pages[item]) for item in active]
 
-    def _step(self, scheduler: Scheduler) -> StepStats:
+    def _step(self, scheduler: Scheduler, pages: dict[ActiveRequest, Int32Array]) -> StepStats:
         begin = time.perf_counter()
         plan = scheduler.schedule()
+        pages.update((scheduled.owner, scheduled.chunk.pages) for scheduled in (*plan.context, *plan.generation))
         step = build_step(
             [scheduled.chunk for scheduled in plan.context],
             [scheduled.chunk for scheduled in plan.generation],
             page_size=self._config.page_size,
             num_pages=self._config.num_pages,
+            context_passes=self._config.context_passes,
         )
         run_begin = time.perf_counter()
         logits = self._executor.run(step)
@@ -112,7 +122,7 @@ class GenerationSession:
         executor_seconds = run_end - run_begin
         return StepStats(
             context_tokens=len(step.context_position_ids),
-            context_keys=len(step.context_kv_slots),
+            context_keys=step.num_context_keys,
             generation_tokens=len(step.generation_position_ids),
             num_requests=len(plan.context) + len(plan.generation),
             host_seconds=time.perf_counter() - begin - executor_seconds,
@@ -120,11 +130,11 @@ class GenerationSession:
         )
 
 
-def _result(active: ActiveRequest, begin: float) -> GenerationResult:
+def _result(active: ActiveRequest, begin: float, pages: Int32Array) -> GenerationResult:
     if active.finish_reason is None:
         raise ValueError("found a request without a finish reason, expected that all have ended")
     token_times = tuple(moment - begin for moment in active.token_times)
-    return GenerationResult(active.output_ids, active.finish_reason, token_times)
+    return GenerationResult(active.output_ids, active.finish_reason, token_times, pages)
 
 
 @dataclass(frozen=True)
@@ -169,12 +179,22 @@ class ForcedResult:
 
 
 def cut_by_threshold(num_tokens: int, chunk_tokens: int, config: SchedulerConfig) -> tuple[ForcedChunk, ...]:
-    """Cuts a text into parts of ``chunk_tokens`` and a rest, each in the group that the scheduler would choose."""
+    """Cuts a text into parts of ``chunk_tokens`` and a rest, each in the group that the scheduler would choose.
+
+    A part has at most the new tokens that the context group's first pass has room for.
+    """
+    chunk_tokens = min(chunk_tokens, config.max_context_kv_tokens)
     sizes = [min(chunk_tokens, num_tokens - start) for start in range(0, num_tokens, chunk_tokens)]
     return tuple(ForcedChunk(size, config.absorbs_prefill(size)) for size in sizes)
 
 
-def run_forced(executor: Executor, sequences: Sequence[ForcedSequence], *, page_seed: int = 0) -> list[ForcedResult]:
+def run_forced(
+    executor: Executor,
+    sequences: Sequence[ForcedSequence],
+    *,
+    page_seed: int = 0,
+    context_passes: ContextPasses = ONE_PASS,
+) -> list[ForcedResult]:
     """Runs given texts and computes the logits of every position.
 
     Args:
@@ -182,12 +202,14 @@ def run_forced(executor: Executor, sequences: Sequence[ForcedSequence], *, page_
         sequences: The texts.
         page_seed: Seed of the order in which pages are handed out. They are shuffled, so that a text's pages lie
             neither in order nor together.
+        context_passes: Passes of the network's context group, and what each has room for.
 
     Returns:
         One result a text, in the same order.
 
     Raises:
-        ValueError: The parts of a text are not the whole text, or the pool is too small.
+        ValueError: The parts of a text are not the whole text, the pool is too small, or a step has more cached tokens
+            than the passes have room for.
     """
     page_tables = _shuffled_page_tables(executor, sequences, page_seed)
     logits: list[list[Float32Array]] = [[] for _ in sequences]
@@ -199,6 +221,7 @@ def run_forced(executor: Executor, sequences: Sequence[ForcedSequence], *, page_
             [member.chunk for member in generation],
             page_size=executor.page_size,
             num_pages=executor.num_pages,
+            context_passes=context_passes,
         )
         rows = executor.run(step)
         for member in (*context, *generation):
@@ -206,6 +229,47 @@ def run_forced(executor: Executor, sequences: Sequence[ForcedSequence], *, page_
             logits[member.index].append(rows[:count])
             rows = rows[count:]
     return [ForcedResult(np.concatenate(rows), pages) for rows, pages in zip(logits, page_tables, strict=True)]
+
+
+def run_text(
+    executor: Executor, config: SchedulerConfig, token_ids: Sequence[int], *, window: int
+) -> Iterator[tuple[list[int], ForcedResult]]:
+    """Runs a long text, window by window; see ``text_windows``.
+
+    Each window runs in chunks as large as a step allows, each in the group that the scheduler would choose for it.
+
+    Args:
+        executor: What runs the steps; its whole pool is used, by one window after the other.
+        config: Limits of steps and requests.
+        token_ids: The text.
+        window: Tokens of a window.
+
+    Yields:
+        A window's tokens and what they came to.
+
+    Raises:
+        UserError: The window is outside the limits, or a token outside the vocabulary.
+    """
+    limit = min(config.max_seq_len, config.num_pages * config.page_size, config.context_passes.total_keys)
+    if not 2 <= window <= limit:
+        raise UserError(f"window: found {window}, expected 2 to {limit}, the limits of this network and its pool.")
+    if not 0 <= min(token_ids) <= max(token_ids) < config.vocab_size:
+        raise UserError(
+            f"The text holds token ids from {min(token_ids)} to {max(token_ids)}, expected ids from 0 to "
+            f"{config.vocab_size - 1}. Use the tokenizer of this checkpoint."
+        )
+    for text in text_windows(token_ids, window):
+        sequence = ForcedSequence(text, cut_by_threshold(len(text), config.max_num_tokens, config))
+        yield text, run_forced(executor, [sequence], context_passes=config.context_passes)[0]
+
+
+def text_windows(token_ids: Sequence[int], window: int) -> Iterator[list[int]]:
+    """Consecutive windows of a text, between which nothing is carried over.
+
+    A last one of a single token, which predicts nothing, is left out.
+    """
+    for start in range(0, len(token_ids) - 1, window):
+        yield list(token_ids[start : start + window])
 
 
 def read_cached_rows(executor: Executor, layer: int, pages: Int32Array, num_tokens: int) -> Float32Array:

@@ -17,7 +17,7 @@ from trtllm_mla.config import BuildConfig, MlaPluginConfig
 from trtllm_mla.errors import UserError
 from trtllm_mla.runtime.pages import PageAllocator, pages_for
 from trtllm_mla.runtime.sampling import Sampler, SamplingParams
-from trtllm_mla.runtime.step import Chunk, Int32Array, LogitRows
+from trtllm_mla.runtime.step import Chunk, ContextPasses, Int32Array, LogitRows
 
 FinishReason = Literal["length", "stop"]
 
@@ -53,10 +53,11 @@ class SchedulerConfig:
         max_num_tokens: New tokens in a step, at least ``max_batch_size``.
         max_input_len: Tokens of a prompt.
         max_seq_len: Tokens of a request, prompt and output together.
-        max_context_kv_tokens: Cached tokens of the context group in a step, the new ones included.
+        max_context_kv_tokens: Cached tokens in one pass of the context group, the new ones included.
         enable_matrix_absorption: Whether there is a generation group.
         prefill_absorption_threshold: Prefill chunks of fewer new tokens join the generation group.
         max_chunk_tokens: Prompt tokens of one request in a step; None leaves it to ``max_num_tokens``.
+        max_context_passes: Passes of the network's context group. All new tokens of a step fit in the first of them.
     """
 
     vocab_size: int
@@ -70,6 +71,7 @@ class SchedulerConfig:
     enable_matrix_absorption: bool
     prefill_absorption_threshold: int
     max_chunk_tokens: int | None = None
+    max_context_passes: int = 1
 
     def __post_init__(self) -> None:
         if self.max_chunk_tokens is not None and self.max_chunk_tokens < 1:
@@ -110,7 +112,13 @@ class SchedulerConfig:
             enable_matrix_absorption=plugin.enable_matrix_absorption,
             prefill_absorption_threshold=plugin.prefill_absorption_threshold,
             max_chunk_tokens=max_chunk_tokens,
+            max_context_passes=plugin.max_context_passes,
         )
+
+    @property
+    def context_passes(self) -> ContextPasses:
+        """Passes of the context group, and what each has room for."""
+        return ContextPasses(self.max_context_passes, self.max_context_kv_tokens)
 
     def absorbs_prefill(self, num_tokens: int) -> bool:
         """Whether a prefill chunk of so many new tokens belongs to the generation group by its size."""
@@ -160,11 +168,12 @@ class SchedulerConfig:
                 f"{self.num_pages}. Ask for fewer new tokens, or make the pool larger."
             )
         # The last new token is never cached.
-        if not self.enable_matrix_absorption and length - 1 > self.max_context_kv_tokens:
+        if not self.enable_matrix_absorption and length - 1 > self.context_passes.total_keys:
+            passes = f" in {self.max_context_passes} passes" if self.max_context_passes > 1 else ""
             raise UserError(
-                f"The request's {length} tokens exceed max_context_kv_tokens = {self.max_context_kv_tokens}, and "
-                "without matrix absorption there is no other way to attend to them. Raise max_context_kv_tokens in "
-                "the build config, or convert with enable_matrix_absorption."
+                f"The request's {length} tokens exceed max_context_kv_tokens = {self.max_context_kv_tokens}{passes}, "
+                "and without matrix absorption there is no other way to attend to them. Raise max_context_kv_tokens "
+                "in the build config, or convert with enable_matrix_absorption or a larger max_context_passes."
             )
 
 
@@ -363,7 +372,8 @@ class _StepBuilder:
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
         self._tokens_left = config.max_num_tokens
-        self._context_keys_left = config.max_context_kv_tokens
+        self._context_keys_left = config.context_passes.total_keys
+        self._context_tokens_left = config.max_context_kv_tokens
         self._context: list[ScheduledChunk] = []
         self._generation: list[ScheduledChunk] = []
 
@@ -384,15 +394,19 @@ class _StepBuilder:
         count = min(active.num_uncached, self._tokens_left, config.max_chunk_tokens or active.num_uncached)
         if not count:
             return False
-        too_long = active.num_cached + count > config.max_context_kv_tokens
+        if config.max_context_passes > 1:
+            # New tokens beyond the first pass would send the whole chunk through the generation group.
+            count = min(count, config.max_context_kv_tokens)
+        too_long = active.num_cached + count > config.context_passes.total_keys
         return self._add(active, count, absorbed=config.absorbs_prefill(count) or too_long)
 
     def _add(self, active: ActiveRequest, count: int, *, absorbed: bool) -> bool:
         chunk = active.chunk(count)
         if not absorbed:
-            if chunk.length > self._context_keys_left:
+            if chunk.length > self._context_keys_left or count > self._context_tokens_left:
                 return False
             self._context_keys_left -= chunk.length
+            self._context_tokens_left -= count
         self._tokens_left -= count
         (self._generation if absorbed else self._context).append(ScheduledChunk(active, chunk))
         return True

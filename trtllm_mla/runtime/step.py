@@ -1,7 +1,7 @@
 """One step's inputs: chunks of several requests, packed into the arrays that a network reads.
 
 Legend of shape names: T new tokens (C of the context group, then G of the generation group), R requests of a group,
-S cached tokens of the context group, W pages of the longest request of the generation group.
+S cached tokens in a pass of the context group, W pages of the longest request of the generation group.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trtllm_mla.network.contract import step_inputs
+from trtllm_mla.network.contract import history_inputs, step_inputs
 from trtllm_mla.ops.plan import MAX_INT32
 
 Int32Array = npt.NDArray[np.int32]
@@ -52,6 +52,42 @@ class Chunk:
 
 
 @dataclass(frozen=True)
+class ContextPasses:
+    """Passes of the context group's attention.
+
+    Attributes:
+        count: How many the network has.
+        max_keys: Cached tokens in a pass, the new ones included.
+    """
+
+    count: int = 1
+    max_keys: int = MAX_INT32
+
+    @property
+    def total_keys(self) -> int:
+        """Cached tokens in a step."""
+        return self.count * self.max_keys
+
+
+ONE_PASS = ContextPasses()
+
+
+@dataclass(frozen=True)
+class HistoryPass:
+    """Step inputs of a pass over older tokens.
+
+    Attributes:
+        kv_slots: [S], 0 or more.
+        key_offsets: [R + 1].
+        key_index: [R, longest_history_key].
+    """
+
+    kv_slots: Int32Array
+    key_offsets: Int32Array
+    key_index: Int32Array
+
+
+@dataclass(frozen=True)
 class StepInputs:
     """The step inputs of ``trtllm_mla.network.contract``, all int32, under the same names.
 
@@ -69,6 +105,7 @@ class StepInputs:
         context_key_offsets: [R + 1].
         context_query_index: [R, context_longest_query].
         context_key_index: [R, context_longest_key].
+        context_history: Those of the passes over older tokens, in order.
         generation_position_ids: [G].
         generation_query_offsets: [R + 1].
         generation_sequence_length: [R].
@@ -85,27 +122,45 @@ class StepInputs:
     context_key_offsets: Int32Array
     context_query_index: Int32Array
     context_key_index: Int32Array
+    context_history: tuple[HistoryPass, ...]
     generation_position_ids: Int32Array
     generation_query_offsets: Int32Array
     generation_sequence_length: Int32Array
     generation_query_index: Int32Array
     kv_cache_block_offsets: Int32Array
 
-    def arrays(self, *, absorption: bool) -> dict[str, Int32Array]:
-        """The arrays by input name, for a network with or without a generation group.
+    @property
+    def num_context_keys(self) -> int:
+        """Cached tokens that the context group decompresses, over all passes."""
+        return len(self.context_kv_slots) + sum(len(item.kv_slots) for item in self.context_history)
+
+    def arrays(self, *, absorption: bool, context_passes: int = 1) -> dict[str, Int32Array]:
+        """The arrays by input name.
+
+        Args:
+            absorption: Whether the network has a generation group.
+            context_passes: Passes of the context group's attention in the network.
 
         Raises:
-            ValueError: There are generation tokens, and the network has no generation group.
+            ValueError: There are generation tokens, and the network has no generation group; or the step was built
+                for another number of passes.
         """
         if not absorption and len(self.generation_position_ids):
             raise ValueError(
                 f"found {len(self.generation_position_ids)} generation tokens, expected none: the network was "
                 "converted without matrix absorption"
             )
-        mine = {field.name for field in fields(self)}
-        return {
-            item.name: getattr(self, item.name) for item in step_inputs(absorption=absorption) if item.name in mine
-        }
+        if len(self.context_history) != context_passes - 1:
+            raise ValueError(
+                f"found a step of {len(self.context_history) + 1} passes of the context group, expected the "
+                f"{context_passes} of the network"
+            )
+        mine = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "context_history"}
+        for number, item in enumerate(self.context_history, 1):
+            names = (contract.name for contract in history_inputs(number))
+            mine |= zip(names, (item.kv_slots, item.key_offsets, item.key_index), strict=True)
+        wanted = step_inputs(absorption=absorption, context_passes=context_passes)
+        return {contract.name: mine[contract.name] for contract in wanted if contract.name in mine}
 
 
 @dataclass(frozen=True)
@@ -129,18 +184,30 @@ class _Group:
     wanted: npt.NDArray[np.bool_]
 
 
-def build_step(context: Sequence[Chunk], generation: Sequence[Chunk], *, page_size: int, num_pages: int) -> StepInputs:
+def build_step(
+    context: Sequence[Chunk],
+    generation: Sequence[Chunk],
+    *,
+    page_size: int,
+    num_pages: int,
+    context_passes: ContextPasses = ONE_PASS,
+) -> StepInputs:
     """Packs chunks into a step.
+
+    The first pass of the context group takes all new tokens and, request after request, as much of the newest history
+    as it has room for. What is left of the histories lies end to end over the further passes, each full before the
+    next begins; a history may begin in one and end in another.
 
     Args:
         context: Chunks whose attention is decompressed.
         generation: Chunks whose attention is absorbed.
         page_size: Tokens in a page.
         num_pages: Pages in the pool.
+        context_passes: Passes of the context group's attention, and what each has room for.
 
     Raises:
         ValueError: A chunk is empty or starts before position 0, its pages do not cover it or lie outside the pool,
-            two new tokens share a slot, or slots do not fit in int32.
+            two new tokens share a slot, the passes have no room for the context group, or slots do not fit in int32.
     """
     if num_pages * page_size > MAX_INT32:
         raise ValueError(f"found a pool of {num_pages} pages of {page_size} tokens, expected slots that fit in int32")
@@ -150,26 +217,65 @@ def build_step(context: Sequence[Chunk], generation: Sequence[Chunk], *, page_si
     if len(np.unique(slots_T)) != len(slots_T):
         raise ValueError("two new tokens share a cache slot; expected that no page is written for two requests")
 
-    key_offsets = _prefix_sums(first.lengths)
-    key_positions_S = _ranges(key_offsets, np.zeros_like(first.lengths))
-    key_rows_S = np.repeat(np.arange(len(context)), first.lengths)
+    newest, *older = _split_keys(first, context_passes)
+
+    def kv_slots(part: _Keys) -> Int32Array:
+        rows_S = np.repeat(np.arange(len(context)), np.diff(part.offsets))
+        return _int32(_slots(first.page_table, rows_S, _ranges(part.offsets, part.starts), page_size))
+
     tokens = [chunk.token_ids for chunk in (*context, *generation)]
     return StepInputs(
         input_ids=_int32(np.concatenate(tokens) if tokens else np.zeros(0)),
         slot_mapping=_int32(slots_T),
         last_token_ids=_int32(np.flatnonzero(np.concatenate([first.wanted, second.wanted]))),
         context_position_ids=_int32(first.positions),
-        context_kv_slots=_int32(_slots(first.page_table, key_rows_S, key_positions_S, page_size)),
+        context_kv_slots=kv_slots(newest),
         context_query_offsets=_int32(first.query_offsets),
-        context_key_offsets=_int32(key_offsets),
+        context_key_offsets=_int32(newest.offsets),
         context_query_index=_index_matrix(first.query_offsets),
-        context_key_index=_index_matrix(key_offsets),
+        context_key_index=_index_matrix(newest.offsets),
+        context_history=tuple(
+            HistoryPass(kv_slots(part), _int32(part.offsets), _index_matrix(part.offsets)) for part in older
+        ),
         generation_position_ids=_int32(second.positions),
         generation_query_offsets=_int32(second.query_offsets),
         generation_sequence_length=_int32(second.lengths),
         generation_query_index=_index_matrix(second.query_offsets),
         kv_cache_block_offsets=_int32(second.page_table),
     )
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """Cached tokens of a pass.
+
+    Attributes:
+        starts: [R] position of each request's first one.
+        offsets: [R + 1] prefix sums of how many follow on it.
+    """
+
+    starts: Int64Array
+    offsets: Int64Array
+
+
+def _split_keys(group: _Group, passes: ContextPasses) -> list[_Keys]:
+    """Cached tokens of each pass: the newest ones first, then the older ones."""
+    new_tokens, keys = int(group.counts.sum()), int(group.lengths.sum())
+    if new_tokens > passes.max_keys or keys > passes.total_keys:
+        raise ValueError(
+            f"found {new_tokens} new tokens and {keys} cached ones in the context group, expected at most "
+            f"{passes.max_keys} and {passes.total_keys}: {passes.count} passes of {passes.max_keys}"
+        )
+    history_R = group.lengths - group.counts
+    beside_R = np.diff(np.minimum(_prefix_sums(history_R), passes.max_keys - new_tokens))
+    older_R = history_R - beside_R
+    parts = [_Keys(older_R, _prefix_sums(group.counts + beside_R))]
+    laid_out = _prefix_sums(older_R)
+    for number in range(passes.count - 1):
+        # The window of this pass in the histories laid end to end, and what each request has of it.
+        window = np.clip(laid_out, number * passes.max_keys, (number + 1) * passes.max_keys)
+        parts.append(_Keys(window[:-1] - laid_out[:-1], window - window[0]))
+    return parts
 
 
 def _pack(chunks: Sequence[Chunk], page_size: int, num_pages: int) -> _Group:

@@ -50,20 +50,31 @@ def make_inputs(
 
 
 def attend(
-    inputs: dict[str, torch.Tensor], dtype: DType, *, softmax_scale: float = 0.11, target: str = "sm_90"
+    inputs: dict[str, torch.Tensor],
+    dtype: DType,
+    *,
+    softmax_scale: float = 0.11,
+    causal: int = 1,
+    target: str = "sm_90",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    output, log_sum_exp = interpret(
-        CONTEXT_ATTENTION, inputs, {"softmax_scale": softmax_scale}, model_dtype=dtype, target=target
-    )
+    attributes = {"softmax_scale": softmax_scale, "causal": causal}
+    output, log_sum_exp = interpret(CONTEXT_ATTENTION, inputs, attributes, model_dtype=dtype, target=target)
     return output, log_sum_exp
 
 
 def check(
-    inputs: dict[str, torch.Tensor], dtype: DType, *, softmax_scale: float = 0.11, target: str = "sm_90"
+    inputs: dict[str, torch.Tensor],
+    dtype: DType,
+    *,
+    softmax_scale: float = 0.11,
+    causal: int = 1,
+    target: str = "sm_90",
 ) -> None:
     """Compares with float64: whole output, each row's log-sum-exp, and which rows see no key."""
-    output, log_sum_exp = attend(inputs, dtype, softmax_scale=softmax_scale, target=target)
-    expected_output, expected_log_sum_exp = reference.context_attention(**inputs, softmax_scale=softmax_scale)
+    output, log_sum_exp = attend(inputs, dtype, softmax_scale=softmax_scale, causal=causal, target=target)
+    expected_output, expected_log_sum_exp = reference.context_attention(
+        **inputs, softmax_scale=softmax_scale, causal=causal
+    )
     blind = expected_log_sum_exp.isneginf()
     assert torch.equal(log_sum_exp.isneginf(), blind)
     assert (output[blind] == 0).all()
@@ -122,6 +133,46 @@ def test_fewer_keys_than_queries_leaves_blind_rows() -> None:
     check(inputs, DType.FLOAT32)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_without_causality_every_query_sees_all_keys(dtype: DType, target: str) -> None:
+    """More queries than keys, fewer, none of either, and lengths across row blocks and key tiles."""
+    requests = [(17, 5), (0, 9), (0, 0), (3, 0), (1, 70), (150, 101), (16, 16), (0, 3), (2, 1)]
+    check(make_inputs(requests, dtype), dtype, causal=0, target=target)
+
+
+@pytest.mark.parametrize("length", [15, 16, 17, 31, 32, 33])
+def test_tile_edges_without_causality(length: int) -> None:
+    """Fp32 tiles are 16 x 16: one key more or less at each edge, for one, two and more row blocks."""
+    requests = [(1, length), (17, length), (50, length - 1)]
+    check(make_inputs(requests, DType.FLOAT32, heads=1), DType.FLOAT32, causal=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_pass_without_any_key(dtype: DType) -> None:
+    """What a pass over older keys is while no history is long: zeros that weigh nothing."""
+    inputs = guarded(make_inputs([(20, 0), (1, 0), (0, 0)], dtype))
+    output, log_sum_exp = attend(inputs, dtype, causal=0)
+    assert (output == 0).all()
+    assert log_sum_exp.isneginf().all()
+    assert output.shape == (21, 3, 40)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_passes_merged_are_the_attention_over_all_keys(dtype: DType) -> None:
+    """Of 90 keys the oldest 41 without causality, the others with it: the same as all 90 with it."""
+    inputs = make_inputs([(30, 90)], dtype)
+    parts = []
+    for keys, causal in ((slice(0, 41), 0), (slice(41, 90), 1)):
+        part = {name: inputs[name][keys] for name in ("k_nope", "k_pe", "v")}
+        part["key_offsets"] = torch.tensor([0, len(part["v"])], dtype=torch.int32)
+        parts.append(attend(inputs | part, dtype, causal=causal))
+    weights = torch.softmax(torch.stack([log_sum_exp.double() for _, log_sum_exp in parts]), dim=0)
+    merged = (weights[..., None] * torch.stack([output.double() for output, _ in parts])).sum(0)
+    expected, _ = reference.context_attention(**inputs, softmax_scale=0.11)
+    assert relative_error(merged, expected) <= TOLERANCE[dtype]
+
+
 def test_first_token_returns_its_own_value() -> None:
     inputs = make_inputs([(1, 1), (1, 1)], DType.FLOAT32)
     output, _ = attend(inputs, DType.FLOAT32)
@@ -144,22 +195,23 @@ def test_a_step_without_tokens_or_keys(dtype: DType) -> None:
     check(make_inputs([(2, 0)], dtype), dtype)
 
 
+@pytest.mark.parametrize("causal", [1, 0])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_other_requests_and_memory_outside_do_not_leak(dtype: DType) -> None:
+def test_other_requests_and_memory_outside_do_not_leak(dtype: DType, causal: int) -> None:
     """NaN in every row of the neighbouring requests and around the tensors changes no bit of a request's result."""
     requests = [(19, 25), (21, 50), (40, 45)]
     inputs = make_inputs(requests, dtype)
-    expected = [tensor[19:40] for tensor in attend(inputs, dtype)]
+    expected = [tensor[19:40] for tensor in attend(inputs, dtype, causal=causal)]
     poisoned = {name: tensor.clone() for name, tensor in inputs.items()}
     for name in ("q_nope", "q_pe"):
         poisoned[name][:19] = poisoned[name][40:] = float("nan")
     for name in ("k_nope", "k_pe", "v"):
         poisoned[name][:25] = poisoned[name][75:] = float("nan")
-    found = [tensor[19:40] for tensor in attend(poisoned, dtype)]
+    found = [tensor[19:40] for tensor in attend(poisoned, dtype, causal=causal)]
     assert torch.equal(found[0], expected[0])
     assert torch.equal(found[1], expected[1])
 
-    check(guarded(inputs), dtype)
+    check(guarded(inputs), dtype, causal=causal)
 
 
 def test_later_keys_are_not_seen() -> None:
@@ -212,7 +264,8 @@ def test_arbitrary_offsets_do_not_crash(seed: int) -> None:
     bound = 2**31 if seed % 2 else 60
     for name in ("query_offsets", "key_offsets"):
         inputs[name] = torch.randint(-bound, bound, (4,), dtype=torch.int64, generator=generator).int()
-    attend(guarded(inputs), DType.FLOAT32)
+    for causal in (1, 0):
+        attend(guarded(inputs), DType.FLOAT32, causal=causal)
 
 
 @pytest.mark.parametrize(

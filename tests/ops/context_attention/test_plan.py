@@ -26,7 +26,7 @@ PROBLEM = Problem(
         "rope_dim": 64,
         "v_dim": 128,
     },
-    attributes={"softmax_scale": 0.135},
+    attributes={"softmax_scale": 0.135, "causal": 1},
     model_dtype=DType.BFLOAT16,
     cache_dtype=DType.BFLOAT16,
     target=TARGETS["sm_90"],
@@ -84,6 +84,23 @@ def test_grid_and_scale() -> None:
     assert 2**scale.value == pytest.approx(math.exp(0.135), rel=1e-12)
 
 
+def test_one_kernel_serves_both_kinds_of_passes() -> None:
+    over_history = replace(PROBLEM, attributes={**PROBLEM.attributes, "causal": 0})
+    (first,), (second,) = (check_plan(CONTEXT_ATTENTION, problem).launches for problem in (PROBLEM, over_history))
+    assert (first.variant, first.grid) == (second.variant, second.grid)
+    names = [name for name, _ in first.variant.signature]
+    pairs = zip(names, first.arguments, second.arguments, strict=True)
+    assert [(name, one, other) for name, one, other in pairs if one != other] == [
+        ("causal", ScalarArgument(1), ScalarArgument(0))
+    ]
+
+
+@pytest.mark.parametrize("causal", [-1, 2])
+def test_causal_is_one_or_zero(causal: int) -> None:
+    with pytest.raises(ValueError, match=f"found causal {causal}, expected 0 or 1"):
+        CONTEXT_ATTENTION.plan(replace(PROBLEM, attributes={**PROBLEM.attributes, "causal": causal}))
+
+
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 @pytest.mark.parametrize("dtype", DType)
 def test_tiles_fit_the_shared_memory(target, dtype) -> None:  # type: ignore[no-untyped-def]
@@ -103,4 +120,4 @@ def test_larger_heads_get_smaller_tiles_and_then_an_error() -> None:
 @pytest.mark.parametrize("softmax_scale", [0.0, -0.1])
 def test_the_scale_must_be_positive(softmax_scale: float) -> None:
     with pytest.raises(ValueError, match="found softmax_scale"):
-        CONTEXT_ATTENTION.plan(replace(PROBLEM, attributes={"softmax_scale": softmax_scale}))
+        CONTEXT_ATTENTION.plan(replace(PROBLEM, attributes={**PROBLEM.attributes, "softmax_scale": softmax_scale}))

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tests.support.hf import make_checkpoint
+from trtllm_mla.cache_rows import CacheDType
 from trtllm_mla.checkpoint.files import Checkpoint
 from trtllm_mla.config import MlaPluginConfig
 from trtllm_mla.dtypes import DType
@@ -50,7 +51,7 @@ def test_onnxruntime_runs_a_bfloat16_network_as_its_float32_twin(checkpoint, dir
     assert (executor.num_pages, executor.page_size) == (4, 16)
     assert ("float32 twin of the bfloat16 network" in executor.description) == (dtype is DType.BFLOAT16)
     assert "CPU, float32" in executor.description
-    assert (executor.dtype, executor.cache_dtype) == (DType.FLOAT32, DType.FLOAT32)
+    assert (executor.dtype, executor.cache_dtype) == (DType.FLOAT32, CacheDType.FP32)
     assert np.abs(forced_logits(executor) - expected_logits(checkpoint)).max() < 2e-4
 
 
@@ -64,7 +65,7 @@ def test_the_interpreter_runs_the_plans_of_the_plugin_config(checkpoint, directo
     expected = expected_logits(checkpoint)
     error = np.linalg.norm(forced_logits(executor) - expected) / np.linalg.norm(expected)
     assert 1e-4 < error < 4 * 2**-7, "bfloat16 arithmetic, neither more nor less"
-    assert (executor.dtype, executor.cache_dtype) == (DType.BFLOAT16, DType.BFLOAT16)
+    assert (executor.dtype, executor.cache_dtype) == (DType.BFLOAT16, CacheDType.BF16)
     assert all((values["tile_s"], values["num_stages"]) == (16, 2) for values in problems)
     assert {values["target"].name for values in problems} == {"sm_90"}
 

@@ -12,7 +12,7 @@ from trtllm_mla.dtypes import DType
 from trtllm_mla.runtime.executors import interpreter as module
 from trtllm_mla.runtime.generation import ForcedChunk, ForcedSequence, GenerationSession, read_cached_rows, run_forced
 from trtllm_mla.runtime.scheduler import Request, SchedulerConfig
-from trtllm_mla.runtime.step import Chunk, LogitRows, build_step
+from trtllm_mla.runtime.step import Chunk, ContextPasses, LogitRows, build_step
 
 TOKENS = np.random.default_rng(3).integers(0, 131, 21).tolist()
 
@@ -99,6 +99,25 @@ class TestNetwork:
             expected = network.hf_logits(sequence.token_ids)
             assert relative_error(result.logits, expected) < tolerance
 
+    @pytest.mark.parametrize(
+        ("dtype", "tolerance"),
+        # As above: a merged output is rounded twice, which the other roundings of two layers hide.
+        [(DType.FLOAT32, 3e-6), (DType.FLOAT16, 4 * 2**-10), (DType.BFLOAT16, 4 * 2**-7)],
+    )
+    def test_a_long_history_in_passes(self, dtype, tolerance):
+        """Three passes of eight keys: the second and the third are empty, partly and wholly used in turn."""
+        network = make_network("yarn", dtype=dtype, context_passes=3)
+        executor = network.interpreter(num_pages=6, page_size=16)
+        sequences = [
+            ForcedSequence(TOKENS, [ForcedChunk(size, False) for size in (8, 6, 7)]),
+            ForcedSequence(TOKENS[::-1][:6], [ForcedChunk(6, True)], first_step=1),
+        ]
+        results = run_forced(executor, sequences, context_passes=ContextPasses(3, 8))
+        for sequence, result in zip(sequences, results, strict=True):
+            assert relative_error(result.logits, network.hf_logits(sequence.token_ids)) < tolerance
+        if dtype is DType.FLOAT32:
+            assert np.abs(results[0].logits - network.hf_logits(TOKENS)).max() < 2e-4
+
     @pytest.mark.parametrize("cache", ["bf16", "fp16"])
     def test_a_cache_of_another_type_holds_rounded_rows(self, cache):
         network = make_network("yarn", kv_cache_dtype=cache)
@@ -120,6 +139,7 @@ class TestNetwork:
             ("half_split", (21, 5), {}),
             ("youtu", (21, 5), {"max_chunk_tokens": 7}),
             ("linear", (21, 5), {"enable_matrix_absorption": False, "max_chunk_tokens": 16}),
+            ("half_split", (40, 5), {"max_chunk_tokens": 12, "max_context_kv_tokens": 16, "max_context_passes": 3}),
         ],
     )
     def test_greedy_tokens_of_transformers(self, checkpoint, lengths, changes):
@@ -131,10 +151,16 @@ class TestNetwork:
             max_num_tokens=64,
             max_input_len=100,
             max_seq_len=110,
-            max_context_kv_tokens=110,
-            **{"enable_matrix_absorption": True, "prefill_absorption_threshold": 8} | changes,
+            **{
+                "enable_matrix_absorption": True,
+                "prefill_absorption_threshold": 8,
+                "max_context_kv_tokens": 110,
+                **changes,
+            },
         )
-        network = make_network(checkpoint, absorption=config.enable_matrix_absorption)
+        network = make_network(
+            checkpoint, absorption=config.enable_matrix_absorption, context_passes=config.max_context_passes
+        )
         executor = network.interpreter(num_pages=config.num_pages, page_size=config.page_size)
         prompts = [np.random.default_rng(length).integers(0, 131, length).tolist() for length in lengths]
         results = GenerationSession(executor, config).generate([Request(prompt, 3) for prompt in prompts])

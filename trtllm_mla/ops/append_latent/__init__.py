@@ -19,7 +19,7 @@ APPEND_LATENT = OpDefinition(
         TensorContract("present_latent", "cache", ("pages", "page_size", "width")),
         TensorContract("rotated_q_pe", "model", ("tokens", "heads", "rope_dim")),
     ),
-    attributes={"rope_interleave": int},
+    attributes={"rope_interleave": int, "latent_scale": float},
     aliases={0: 0},
     build_body=build_body,
     plan=plan,

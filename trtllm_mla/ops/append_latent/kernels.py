@@ -1,9 +1,10 @@
-"""Kernel of AppendLatent."""
+"""Kernels of AppendLatent, for rows of values and for quantised rows."""
 
 import triton
 import triton.language as tl
 
 from trtllm_mla.ops.device_functions import narrow, widen
+from trtllm_mla.ops.quantized_rows import encode_fp8, encode_nvfp4
 
 
 @triton.jit
@@ -39,13 +40,7 @@ def append_latent(
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
 
-    position = tl.load(position_ids + token).to(tl.int64)
-    # Scalars enter masks as bounds: the interpreter (Triton 3.9) turns a scalar condition in a mask into integers.
-    known_angles = tl.where((position >= 0) & (position < positions), ROPE_DIM // 2, 0)
-    offs_half = tl.arange(0, BLOCK_HALF)
-    angles = rotary_cos_sin + position * ROPE_DIM + offs_half
-    cos = tl.load(angles, mask=offs_half < known_angles, other=0.0)
-    sin = tl.load(angles + ROPE_DIM // 2, mask=offs_half < known_angles, other=0.0)
+    cos, sin = _load_angles(rotary_cos_sin, tl.load(position_ids + token), positions, ROPE_DIM, BLOCK_HALF)
 
     if part == 0:
         slot = tl.load(slot_mapping + token).to(tl.int64)
@@ -83,6 +78,122 @@ def append_latent(
             BLOCK_HALF,
             INTERPRET,
         )
+
+
+@triton.jit
+def append_quantized_latent(
+    present_latent,
+    latent,
+    k_pe,
+    q_pe,
+    position_ids,
+    slot_mapping,
+    rotary_cos_sin,
+    rotated_q_pe,
+    latent_scale,
+    slots,
+    positions,
+    KV_LORA_RANK: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROPE_INTERLEAVE: tl.constexpr,
+    FP8: tl.constexpr,
+    CODE_BYTES: tl.constexpr,
+    SCALE_OFFSET: tl.constexpr,
+    NUM_SCALES: tl.constexpr,
+    ROPE_OFFSET: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    BLOCK_LATENT: tl.constexpr,
+    BLOCK_SCALES: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """Rotates one token's key and query heads, and writes its quantised cache row.
+
+    Programs and what is out of range: as in ``append_latent``; the pool is [slots, ROW_BYTES] bytes. All of a row is
+    written, bytes between its sections as 0. ``latent_scale`` is positive. To have the bits of ``row_codec`` it is
+    compiled without fused multiply-adds.
+
+    Memory: everything stays in registers: for the row BLOCK_LATENT values, their codes, and for nvfp4 codes and errors
+    for two scales; BLOCK_SCALES rows of BLOCK_LATENT / BLOCK_SCALES elements, each with its own scale. Shared memory
+    for exchanging pairs and for layouts.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    cos, sin = _load_angles(rotary_cos_sin, tl.load(position_ids + token), positions, ROPE_DIM, BLOCK_HALF)
+
+    if part == 0:
+        slot = tl.load(slot_mapping + token).to(tl.int64)
+        if (slot >= 0) & (slot < slots):
+            row = present_latent + slot * ROW_BYTES
+            BLOCK_SIZE: tl.constexpr = BLOCK_LATENT // BLOCK_SCALES
+            offs_scale = tl.arange(0, BLOCK_SCALES)
+            offs_latent = offs_scale[:, None] * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, :]
+            values = tl.load(latent + token * KV_LORA_RANK + offs_latent, mask=offs_latent < KV_LORA_RANK, other=0.0)
+            values = widen(values, INTERPRET)
+            values = tl.div_rn(values, tl.zeros_like(values) + latent_scale)
+            if FP8:
+                codes, scales = encode_fp8(values)
+                scale_rows = (row + SCALE_OFFSET).to(tl.pointer_type(tl.int32))
+            else:
+                codes, scales = encode_nvfp4(values)
+                scales = scales.to(tl.int8)
+                scale_rows = row + SCALE_OFFSET
+            WIDTH: tl.constexpr = codes.shape[1]
+            offs_code = offs_scale[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+            tl.store(row + offs_code, codes.to(tl.int8), mask=offs_code < CODE_BYTES)
+            tl.store(scale_rows + offs_scale, scales, mask=offs_scale < NUM_SCALES)
+            _rotate(
+                k_pe + token * ROPE_DIM,
+                (row + ROPE_OFFSET).to(tl.pointer_type(tl.bfloat16)),
+                tl.arange(0, 1),
+                1,
+                cos,
+                sin,
+                ROPE_DIM,
+                ROPE_INTERLEAVE,
+                BLOCK_HALF,
+                INTERPRET,
+            )
+            _clear(row, CODE_BYTES, SCALE_OFFSET)
+            _clear(row, SCALE_OFFSET + (4 if FP8 else 1) * NUM_SCALES, ROPE_OFFSET)
+            _clear(row, ROPE_OFFSET + 2 * ROPE_DIM, ROW_BYTES)
+    else:
+        heads = (part - 1) * BLOCK_H + tl.arange(0, BLOCK_H)
+        _rotate(
+            q_pe + token * (HEADS * ROPE_DIM),
+            rotated_q_pe + token * (HEADS * ROPE_DIM),
+            heads,
+            HEADS,
+            cos,
+            sin,
+            ROPE_DIM,
+            ROPE_INTERLEAVE,
+            BLOCK_HALF,
+            INTERPRET,
+        )
+
+
+@triton.jit
+def _clear(row, BEGIN: tl.constexpr, END: tl.constexpr):
+    """Sets the bytes of a row from BEGIN to END, fewer than 16, to 0."""
+    if BEGIN < END:
+        offs = tl.arange(0, 16)
+        tl.store(row + BEGIN + offs, tl.zeros([16], tl.int8), mask=offs < END - BEGIN)
+
+
+@triton.jit
+def _load_angles(rotary_cos_sin, position, positions, ROPE_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr):
+    """Cosines and sines of a position; 0 where the table has none."""
+    position = position.to(tl.int64)
+    # Scalars enter masks as bounds: the interpreter (Triton 3.9) turns a scalar condition in a mask into integers.
+    known_angles = tl.where((position >= 0) & (position < positions), ROPE_DIM // 2, 0)
+    offs_half = tl.arange(0, BLOCK_HALF)
+    angles = rotary_cos_sin + position * ROPE_DIM + offs_half
+    cos = tl.load(angles, mask=offs_half < known_angles, other=0.0)
+    sin = tl.load(angles + ROPE_DIM // 2, mask=offs_half < known_angles, other=0.0)
+    return cos, sin
 
 
 @triton.jit

@@ -1,4 +1,8 @@
-"""ContextAttention: decompressed causal attention of the context group, requests of different lengths packed."""
+"""ContextAttention: decompressed attention of the context group, requests of different lengths packed.
+
+With ``causal`` 1 the last keys of a request are those of its queries, and a query sees the keys up to its own. With
+``causal`` 0 every query of a request sees all of its keys, which are older than the queries.
+"""
 
 from trtllm_mla.ops.context_attention.body import build_body
 from trtllm_mla.ops.context_attention.plan import plan, variants
@@ -21,7 +25,7 @@ CONTEXT_ATTENTION = OpDefinition(
         TensorContract("output", "model", ("tokens", "heads", "v_dim")),
         TensorContract("log_sum_exp", "float32", ("tokens", "heads")),
     ),
-    attributes={"softmax_scale": float},
+    attributes={"softmax_scale": float, "causal": int},
     build_body=build_body,
     plan=plan,
     variants=variants,

@@ -11,6 +11,7 @@ from trtllm_mla.ops.functions import (
     build_body_function,
     causal_bias,
     float_attribute,
+    int_attribute,
     lengths,
     log_sum_exp,
     packed_rows,
@@ -28,11 +29,13 @@ if TYPE_CHECKING:
 def build_body(types: BodyTypes, attributes: Mapping[str, Attribute]) -> onnx_ir.Function:
     """Makes the function: requests padded to the longest, two batched products in fp32.
 
-    Padding repeats row 0 of the packed queries and keys; it is masked, or dropped when the output is packed again.
+    Padding of the queries repeats their row 0, which is dropped when the output is packed again. Padding of the keys
+    repeats their row 0 and is masked; a row of zeros behind the last key gives it something to repeat where no request
+    has a key.
 
     Args:
         types: Types of network and cache.
-        attributes: ``softmax_scale``.
+        attributes: ``softmax_scale`` and ``causal``.
     """
     import onnx_ir
 
@@ -56,16 +59,21 @@ def build_body(types: BodyTypes, attributes: Mapping[str, Attribute]) -> onnx_ir
         def heads_first(packed: Any, index: Any) -> Any:
             return op.Gather(op.Transpose(op.Cast(packed, to=fp32), perm=[1, 0, 2]), index, axis=1)
 
+        def with_zeros(keys_SHX: Any) -> Any:
+            return op.Pad(keys_SHX, [0, 0, 0, 1, 0, 0])
+
         shared_k_pe = op.Expand(op.Unsqueeze(k_pe, [1]), op.Concat([1], heads, [1], axis=0))
         q_HRQD = heads_first(op.Concat(q_nope, q_pe, axis=-1), query_index_RQ)
-        k_HRKD = heads_first(op.Concat(k_nope, shared_k_pe, axis=-1), key_index_RK)
-        v_HRKV = heads_first(v_SHV, key_index_RK)
+        k_HRKD = heads_first(with_zeros(op.Concat(k_nope, shared_k_pe, axis=-1)), key_index_RK)
+        v_HRKV = heads_first(with_zeros(v_SHV), key_index_RK)
 
         product_HRQK = op.MatMul(q_HRQD, op.Transpose(k_HRKD, perm=[0, 1, 3, 2]))
         scaled_HRQK = op.Mul(product_HRQK, float_attribute(op, "softmax_scale"))
         key_K = arange(op, size(op, key_index_RK, 1))
         key_length_R = lengths(op, op.Cast(key_offsets, to=int64))
-        visible_RQ = visible_keys(op, key_length_R, lengths(op, offsets), longest_query)
+        causal = op.Cast(int_attribute(op, "causal"), to=onnx_ir.DataType.BOOL)
+        up_to_own_RQ = visible_keys(op, key_length_R, lengths(op, offsets), longest_query)
+        visible_RQ = op.Where(causal, up_to_own_RQ, op.Unsqueeze(key_length_R, [1]))
         scores_HRQK = op.Add(scaled_HRQK, causal_bias(op, key_K, visible_RQ))
         weights_HRQK = op.Softmax(scores_HRQK, axis=-1)
         output_HRQV = op.MatMul(weights_HRQK, v_HRKV)

@@ -24,6 +24,7 @@ def context_attention(
     tokens,
     keys,
     requests,
+    causal,
     softmax_scale_log2,
     HEADS: tl.constexpr,
     NOPE_DIM: tl.constexpr,
@@ -40,8 +41,10 @@ def context_attention(
 
     Programs: (head, row block), row blocks fastest, so that programs that read the same keys run together. Request r
     owns the row blocks from query_offsets[r] // BLOCK_M + r on; some are empty and end at once. Query row j of a
-    request with n of them and ``length`` keys sees the keys before length - n + j + 1. Keys are read BLOCK_N at a
-    time: tiles that every row sees without masks, then those on the diagonal; tiles above it are not read.
+    request with n of them and ``length`` keys sees the keys before length - n + j + 1, or all of them where
+    ``causal`` is 0. Keys are read BLOCK_N at a time: tiles that every row sees without masks, then those on the
+    diagonal, or the one with the last key; tiles above it are not read. ``causal`` only moves the ends of the two
+    loops, so it is a run-time number and one kernel serves both.
 
     Arithmetic: scores, maximum, sum and output are fp32 (online softmax in powers of two; ``softmax_scale_log2``, a
     positive number, holds log2(e)); the weights are rounded to the model's type for the second product. Scores are
@@ -103,9 +106,9 @@ def context_attention(
     k_pe += k_row * ROPE_DIM
     v += (k_row * HEADS + head) * V_DIM
     # Row i of the block sees the keys before visible[i].
-    visible = length - queries + 1 + offs_m
-    whole = tl.minimum(tl.maximum(length - queries + 1 + first_row, 0), length) // BLOCK_N * BLOCK_N
-    partial = tl.minimum(length - queries + first_row + BLOCK_M, length)
+    visible = length + causal * (offs_m + 1 - queries)
+    whole = tl.minimum(tl.maximum(length + causal * (first_row + 1 - queries), 0), length) // BLOCK_N * BLOCK_N
+    partial = tl.minimum(length + causal * (first_row + BLOCK_M - queries), length)
 
     accumulator = tl.zeros((BLOCK_M, BLOCK_V), dtype=tl.float32)
     maximum = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)

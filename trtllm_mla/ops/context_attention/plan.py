@@ -71,8 +71,11 @@ def plan(problem: Problem) -> LaunchPlan:
     once.
     """
     dims = problem.dims
-    if problem.attributes["softmax_scale"] <= 0:
-        raise ValueError(f"ContextAttention: found softmax_scale {problem.attributes['softmax_scale']}, expected > 0")
+    softmax_scale, causal = problem.attributes["softmax_scale"], problem.attributes["causal"]
+    if softmax_scale <= 0:
+        raise ValueError(f"ContextAttention: found softmax_scale {softmax_scale}, expected > 0")
+    if causal not in (0, 1):
+        raise ValueError(f"ContextAttention: found causal {causal}, expected 0 or 1")
     if dims["tokens"] == 0 or dims["requests"] == 0:
         return LaunchPlan(())
     variant = _variant(problem)
@@ -90,13 +93,14 @@ def plan(problem: Problem) -> LaunchPlan:
         ScalarArgument(dims["tokens"]),
         ScalarArgument(dims["keys"]),
         ScalarArgument(dims["requests"]),
-        ScalarArgument(problem.attributes["softmax_scale"] * math.log2(math.e)),
+        ScalarArgument(causal),
+        ScalarArgument(softmax_scale * math.log2(math.e)),
     )
     return LaunchPlan((Launch(variant, (row_blocks * dims["heads"], 1, 1), arguments),))
 
 
 def variants(problem: Problem) -> tuple[KernelVariant, ...]:
-    """The one variant that ``plan`` uses."""
+    """The one variant that ``plan`` uses, whatever ``causal`` is."""
     return (_variant(problem),)
 
 
@@ -170,6 +174,7 @@ def _variant(problem: Problem) -> KernelVariant:
             ("tokens", "i32"),
             ("keys", "i32"),
             ("requests", "i32"),
+            ("causal", "i32"),
             ("softmax_scale_log2", "fp32"),
         ),
         constants=(

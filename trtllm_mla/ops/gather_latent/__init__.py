@@ -14,7 +14,7 @@ GATHER_LATENT = OpDefinition(
         TensorContract("latent", "model", ("keys", "kv_lora_rank")),
         TensorContract("k_pe", "model", ("keys", "rope_dim")),
     ),
-    attributes={"kv_lora_rank": int, "rope_dim": int},
+    attributes={"kv_lora_rank": int, "rope_dim": int, "latent_scale": float},
     build_body=build_body,
     plan=plan,
     variants=variants,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trtllm_mla.ops.definition import row_layout
 from trtllm_mla.ops.plan import (
     MAX_INT32,
     KernelVariant,
@@ -13,6 +14,7 @@ from trtllm_mla.ops.plan import (
     TensorArgument,
     ceil_div,
     next_power_of_two,
+    quantized_constants,
 )
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ def plan(problem: Problem) -> LaunchPlan:
         TensorArgument("kv_slots"),
         TensorArgument("latent"),
         TensorArgument("k_pe"),
+        *((ScalarArgument(problem.attributes["latent_scale"]),) if problem.cache_dtype.is_quantized else ()),
         ScalarArgument(dims["keys"]),
         # Slots are int32: the kernel cannot be asked for a row beyond.
         ScalarArgument(min(dims["pages"] * dims["page_size"], MAX_INT32)),
@@ -47,27 +50,25 @@ def variants(problem: Problem) -> tuple[KernelVariant, ...]:
 
 def _variant(problem: Problem) -> KernelVariant:
     kv_lora_rank, rope_dim = int(problem.attributes["kv_lora_rank"]), int(problem.attributes["rope_dim"])
-    if problem.dims["width"] != kv_lora_rank + rope_dim:
-        raise ValueError(
-            f"GatherLatent: found width {problem.dims['width']}, expected kv_lora_rank {kv_lora_rank} + rope_dim "
-            f"{rope_dim}"
-        )
+    layout = row_layout("GatherLatent", problem, kv_lora_rank, rope_dim)
+    quantized = layout.dtype.is_quantized
     model, cache = problem.model_dtype.triton, problem.cache_dtype.triton
     return KernelVariant(
         op="GatherLatent",
-        kernel="gather_latent",
+        kernel="gather_quantized_latent" if quantized else "gather_latent",
         signature=(
             ("latent_cache", f"*{cache}"),
             ("kv_slots", "*i32"),
             ("latent", f"*{model}"),
             ("k_pe", f"*{model}"),
+            *((("latent_scale", "fp32"),) if quantized else ()),
             ("keys", "i32"),
             ("slots", "i32"),
         ),
         constants=(
             ("KV_LORA_RANK", kv_lora_rank),
             ("ROPE_DIM", rope_dim),
-            ("BLOCK_LATENT", next_power_of_two(kv_lora_rank)),
+            *(quantized_constants(layout) if quantized else (("BLOCK_LATENT", next_power_of_two(kv_lora_rank)),)),
             ("BLOCK_ROPE", next_power_of_two(rope_dim)),
             ("BLOCK_S", _BLOCK_S),
         ),

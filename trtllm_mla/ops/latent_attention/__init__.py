@@ -19,7 +19,7 @@ LATENT_ATTENTION = OpDefinition(
         TensorContract("output", "model", ("tokens", "heads", "kv_lora_rank")),
         TensorContract("log_sum_exp", "float32", ("tokens", "heads")),
     ),
-    attributes={"softmax_scale": float},
+    attributes={"softmax_scale": float, "latent_scale": float},
     build_body=build_body,
     plan=plan,
     variants=variants,

@@ -18,12 +18,13 @@ from trtllm_mla.ops.functions import (
     size,
     visible_keys,
 )
+from trtllm_mla.ops.quantized_bodies import decode_rows
 
 if TYPE_CHECKING:
     import onnx_ir
 
 # Legend: G tokens, H heads, L kv_lora_rank, R requests, Q longest query, K keys of the longest page table,
-# P pages, S page_size, W width of a cached row (latent, then rotary key)
+# P pages, S page_size, W width of a row (latent, then rotary key)
 
 
 def build_body(types: BodyTypes, attributes: Mapping[str, Attribute]) -> onnx_ir.Function:
@@ -34,7 +35,7 @@ def build_body(types: BodyTypes, attributes: Mapping[str, Attribute]) -> onnx_ir
 
     Args:
         types: Types of network and cache.
-        attributes: ``softmax_scale``.
+        attributes: ``softmax_scale`` and ``latent_scale``.
     """
     import onnx_ir
 
@@ -50,7 +51,8 @@ def build_body(types: BodyTypes, attributes: Mapping[str, Attribute]) -> onnx_ir
     ) -> Any:
         fp32, int64 = onnx_ir.DataType.FLOAT, onnx_ir.DataType.INT64
         tokens, heads, kv_lora_rank = (size(op, q_latent_GHL, axis) for axis in range(3))
-        pages, page_size, width = (size(op, latent_cache_PSW, axis) for axis in range(3))
+        pages, page_size = (size(op, latent_cache_PSW, axis) for axis in range(2))
+        width = op.Add(kv_lora_rank, size(op, q_pe, 2))
         requests, longest_query = (size(op, query_index_RQ, axis) for axis in range(2))
         keys = op.Mul(size(op, block_offsets_RB, 1), page_size)
         rows = op.Mul(longest_query, heads)
@@ -66,9 +68,18 @@ def build_body(types: BodyTypes, attributes: Mapping[str, Attribute]) -> onnx_ir
         page_RK = op.Max(op.Min(page_RK, op.Sub(pages, 1)), 0)
         offset_RK = op.Sub(position_RK, op.Mul(column_RK, page_size))
         index_RK2 = op.Concat(op.Unsqueeze(page_RK, [2]), op.Unsqueeze(offset_RK, [2]), axis=2)
-        rows_RKW = op.Cast(op.GatherND(latent_cache_PSW, index_RK2), to=fp32)
+        if types.cache_dtype.is_quantized:
+            # The outer scale of the keys goes to the query, that of the values to the output.
+            index_N2 = reshape(op, index_RK2, op.Mul(requests, keys), [2])
+            parts = decode_rows(op, op.GatherND(latent_cache_PSW, index_N2), types.layout)
+            rows_RKW = reshape(op, op.Concat(*parts, axis=1), requests, keys, width)
+            scale = float_attribute(op, "latent_scale")
+            q_latent_GHL = op.Cast(op.Mul(op.Cast(q_latent_GHL, to=fp32), scale), to=types.model_dtype.onnx)
+        else:
+            rows_RKW = op.Cast(op.GatherND(latent_cache_PSW, index_RK2), to=fp32)
 
-        q_GHW = op.Cast(op.Concat(q_latent_GHL, q_pe, axis=-1), to=fp32)
+        # Padding repeats the first query, or the zeros behind the last where there is none.
+        q_GHW = op.Pad(op.Cast(op.Concat(q_latent_GHL, q_pe, axis=-1), to=fp32), [0, 0, 0, 1, 0, 0])
         q_RMW = reshape(op, op.Gather(q_GHW, query_index_RQ), requests, rows, width)
         product_RMK = op.MatMul(q_RMW, op.Transpose(rows_RKW, perm=[0, 2, 1]))
         scaled_RMK = op.Mul(product_RMK, float_attribute(op, "softmax_scale"))
@@ -84,6 +95,8 @@ def build_body(types: BodyTypes, attributes: Mapping[str, Attribute]) -> onnx_ir
         sees_any_G1 = op.Greater(op.Gather(reshape(op, visible_RQ, batch, [1]), packed_G), 0)
         sums_GHW = op.Gather(reshape(op, sums_RMW, batch, heads, width), packed_G)
         sums_GHL = op.Slice(sums_GHW, [0], kv_lora_rank, [2])
+        if types.cache_dtype.is_quantized:
+            sums_GHL = op.Mul(sums_GHL, scale)
         output_GHL = op.Cast(op.Where(op.Unsqueeze(sees_any_G1, [2]), sums_GHL, 0.0), to=types.model_dtype.onnx)
         log_sum_exp_RQH = log_sum_exp(op, scores_RQHK, weights_RQHK)
         log_sum_exp_GH = op.Gather(reshape(op, log_sum_exp_RQH, batch, heads), packed_G)

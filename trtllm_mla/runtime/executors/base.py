@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from trtllm_mla.cache_rows import CacheDType
 from trtllm_mla.dtypes import DType
 from trtllm_mla.runtime.step import StepInputs
 
@@ -33,8 +34,8 @@ class Executor(Protocol):
         """Type of the network that runs: of the twin, where one stands in."""
 
     @property
-    def cache_dtype(self) -> DType:
-        """Element type of the pools."""
+    def cache_dtype(self) -> CacheDType:
+        """Type of the latent cache."""
 
     @property
     def num_pages(self) -> int:
@@ -61,8 +62,9 @@ class Executor(Protocol):
             layer: The layer, from 0.
 
         Returns:
-            float32 [num_pages, page_size, kv_lora_rank + qk_rope_head_dim]: the latent, then the rotated key, whose
-            pairs stand where the checkpoint has them. Slots that were never written hold anything, NaN included.
+            float32 [num_pages, page_size, kv_lora_rank + qk_rope_head_dim]: the latent, dequantised, then the rotated
+            key, whose pairs stand where the checkpoint has them. Slots that were never written hold anything, NaN
+            included.
         """
 
     def close(self) -> None:

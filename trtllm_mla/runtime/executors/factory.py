@@ -52,6 +52,25 @@ def make_executor(
     return EXECUTORS[name](directory, checkpoint, num_pages, num_threads)
 
 
+def make_float32_twin(
+    directory: NetworkDirectory, checkpoint: Checkpoint, *, num_pages: int, num_threads: int | None = None
+) -> OnnxRuntimeExecutor:
+    """Makes an executor of a network's float32 twin in ONNX Runtime; see ``NetworkDirectory.float32_twin``.
+
+    Raises:
+        UserError: The checkpoint does not fit the network, or ONNX Runtime refuses the twin.
+    """
+    return OnnxRuntimeExecutor(
+        directory.float32_twin(),
+        bind(directory.weights, checkpoint, DType.FLOAT32),
+        rotary_table(directory, num_pages),
+        num_pages=num_pages,
+        page_size=directory.plugin.page_size,
+        twin_of=directory.dtype if directory.dtype is not DType.FLOAT32 else None,
+        num_threads=num_threads,
+    )
+
+
 def rotary_table(directory: NetworkDirectory, num_pages: int) -> Float32Array:
     """The input ``rotary_cos_sin`` for every position that a request can reach in a pool of ``num_pages``."""
     slots = num_pages * directory.plugin.page_size
@@ -62,14 +81,14 @@ def _make_onnxruntime(
     directory: NetworkDirectory, checkpoint: Checkpoint, num_pages: int, num_threads: int | None
 ) -> Executor:
     # ONNX Runtime has no bfloat16 products on CPUs.
-    needs_twin = directory.dtype is DType.BFLOAT16
+    if directory.dtype is DType.BFLOAT16:
+        return make_float32_twin(directory, checkpoint, num_pages=num_pages, num_threads=num_threads)
     return OnnxRuntimeExecutor(
-        directory.float32_twin() if needs_twin else directory.model(),
-        bind(directory.weights, checkpoint, DType.FLOAT32 if needs_twin else directory.dtype),
+        directory.model(),
+        bind(directory.weights, checkpoint, directory.dtype),
         rotary_table(directory, num_pages),
         num_pages=num_pages,
         page_size=directory.plugin.page_size,
-        twin_of=directory.dtype if needs_twin else None,
         num_threads=num_threads,
     )
 

@@ -79,7 +79,7 @@ class InterpreterExecutor:
         self.num_pages = num_pages
         self.page_size = page_size
         self._signature = GraphSignature.of(model)
-        self.dtype, self.cache_dtype = self._signature.dtype, self._signature.cache_dtype
+        self.dtype, self.cache_dtype = self._signature.dtype, self._signature.layout.dtype
         self.description = (
             f"launch plans and Triton kernels for {settings.target.name} in Triton's interpreter, the rest in ONNX "
             f"{onnx.__version__}'s reference evaluator, CPU, {self._signature.dtype} network"
@@ -96,13 +96,13 @@ class InterpreterExecutor:
 
     def run(self, step: StepInputs) -> Float32Array:
         """Runs one step; see ``Executor.run``."""
-        inputs = {**self._fixed, **step.arrays(absorption=self._signature.absorption)}
+        inputs = {**self._fixed, **self._signature.arrays(step)}
         (logits,) = self._evaluator.run([LOGITS], inputs)
         return np.asarray(logits, dtype=np.float32)
 
     def read_cache(self, layer: int) -> Float32Array:
         """A copy of a layer's pool; see ``Executor.read_cache``."""
-        return self._pools[layer].astype(np.float32)
+        return self._signature.read_pool(layer, self._pools[layer])
 
     def close(self) -> None:
         """Frees the pools and the references to the weights."""
@@ -154,7 +154,7 @@ def _kernel_operator(op: OpDefinition, signature: GraphSignature, settings: Kern
             tensors,
             {name: kind(attributes[name]) for name, kind in op.attributes.items()},
             model_dtype=signature.dtype,
-            cache_dtype=signature.cache_dtype,
+            cache_dtype=signature.layout.dtype,
             target=settings.target,
             tile_s=settings.tile_s,
             num_stages=settings.num_stages,

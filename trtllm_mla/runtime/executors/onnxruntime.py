@@ -55,7 +55,7 @@ class OnnxRuntimeExecutor:
         self.num_pages = num_pages
         self.page_size = page_size
         self._signature = GraphSignature.of(model)
-        self.dtype, self.cache_dtype = self._signature.dtype, self._signature.cache_dtype
+        self.dtype, self.cache_dtype = self._signature.dtype, self._signature.layout.dtype
         what = f"{self._signature.dtype} network" if twin_of is None else f"float32 twin of the {twin_of} network"
         self.description = f"ONNX Runtime {onnxruntime.__version__}, CPU, {what}"
 
@@ -84,7 +84,7 @@ class OnnxRuntimeExecutor:
 
     def run(self, step: StepInputs) -> Float32Array:
         """Runs one step; see ``Executor.run``."""
-        for name, array in step.arrays(absorption=self._signature.absorption).items():
+        for name, array in self._signature.arrays(step).items():
             self._binding.bind_ortvalue_input(name, _ort_value(array))
         logits = np.empty((len(step.last_token_ids), self._signature.vocab_size), np.float32)
         self._binding.bind_ortvalue_output(LOGITS, _ort_value(logits))
@@ -96,7 +96,7 @@ class OnnxRuntimeExecutor:
 
     def read_cache(self, layer: int) -> Float32Array:
         """A copy of a layer's pool; see ``Executor.read_cache``."""
-        return self._pools[layer].astype(np.float32)
+        return self._signature.read_pool(layer, self._pools[layer])
 
     def close(self) -> None:
         """Frees the session, the pools and the references to the weights."""

@@ -15,11 +15,12 @@ import numpy as np
 from trtllm_mla.dtypes import DType
 from trtllm_mla.engine.backend import Backend, load_backend
 from trtllm_mla.engine.directory import EngineDirectory
-from trtllm_mla.engine.launcher import CudaDriver, Device, Launcher
+from trtllm_mla.engine.launcher import POINTER_ALIGNMENT, CudaDriver, Device, Launcher
 from trtllm_mla.engine.logs import capture_logs, trt_logger
 from trtllm_mla.engine.plugin import PluginLibrary, plugin_library
 from trtllm_mla.errors import UserError
-from trtllm_mla.network.contract import LOGITS, past_latent, present_latent, step_inputs
+from trtllm_mla.network.contract import LOGITS, past_latent, present_latent
+from trtllm_mla.ops.row_codec import decode_rows
 from trtllm_mla.runtime.executors.base import Float32Array
 from trtllm_mla.runtime.executors.graph import Array
 from trtllm_mla.runtime.step import StepInputs
@@ -72,9 +73,11 @@ class TensorRTExecutor:
         self.num_pages = num_pages
         self.page_size = config.mla_plugin.page_size
         self._absorption = network.plugin.enable_matrix_absorption
+        self._context_passes = network.plugin.max_context_passes
         self._vocab_size = network.spec.vocab_size
-        self.dtype, self.cache_dtype = network.dtype, network.plugin.cache_dtype(network.dtype)
-        self._pool_shape = (num_pages, self.page_size, network.spec.latent_width)
+        self.dtype, self.cache_dtype = network.dtype, network.row_layout.dtype
+        self._layout, self._latent_scales = network.row_layout, network.latent_scales
+        self._pool_shape = (num_pages, self.page_size, network.row_layout.width)
 
         self._backend = backend or load_backend(engine.info.backend)
         self._device = device or CudaDriver()
@@ -96,7 +99,7 @@ class TensorRTExecutor:
 
     def run(self, step: StepInputs) -> Float32Array:
         """Runs one step; see ``Executor.run``."""
-        for name, array in step.arrays(absorption=self._absorption).items():
+        for name, array in step.arrays(absorption=self._absorption, context_passes=self._context_passes).items():
             self._bind(name, array)
         logits = np.empty((len(step.last_token_ids), self._vocab_size), np.float32)
         self._set_address(LOGITS, self._buffer(LOGITS, logits.nbytes))
@@ -117,7 +120,7 @@ class TensorRTExecutor:
         """A copy of a layer's pool; see ``Executor.read_cache``."""
         pool = np.empty(self._pool_shape, self.cache_dtype.numpy)
         self._device.copy_to_host(pool, self._address(past_latent(layer)), self._stream)
-        return pool.astype(np.float32)
+        return decode_rows(pool, self._layout, self._latent_scales[layer])
 
     def close(self) -> None:
         """Frees the engine and all device memory."""
@@ -163,9 +166,9 @@ class TensorRTExecutor:
         """Raises ValueError where the engine's inputs and outputs are not the network's."""
         network = engine.network
         expected = {name: str(network.dtype) for name in network.weights.shapes}
-        expected |= {item.name: item.dtype for item in step_inputs(absorption=self._absorption)}
+        expected |= {item.name: item.dtype for item in network.step_inputs}
         for layer in range(network.num_layers):
-            expected |= dict.fromkeys((past_latent(layer), present_latent(layer)), str(self.cache_dtype))
+            expected |= dict.fromkeys((past_latent(layer), present_latent(layer)), self.cache_dtype.storage)
         expected[LOGITS] = DType.FLOAT32
         names = [self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors)]
         found = {name: self._engine.get_tensor_dtype(name) for name in names}
@@ -189,6 +192,10 @@ class TensorRTExecutor:
     def _bind_pool(self, layer: int) -> None:
         name = past_latent(layer)
         address = self._buffer(name, int(np.prod(self._pool_shape)) * self.cache_dtype.itemsize)
+        if address % POINTER_ALIGNMENT:
+            raise ValueError(
+                f"layer {layer}: the cache lies at {address:#x}, expected a multiple of {POINTER_ALIGNMENT} bytes"
+            )
         # Reading a slot that was never written shows.
         self._device.fill(self._buffers[name], _NAN_BYTE, self._stream)
         self._set_shape(name, self._pool_shape)
