@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,7 @@ from trtllm_mla.checkpoint.spec import ModelSpec
 from trtllm_mla.checkpoint.weights import bind
 from trtllm_mla.config import BuildConfig, MlaPluginConfig
 from trtllm_mla.dtypes import DType
-from trtllm_mla.network.directory import NetworkDirectory, convert
+from trtllm_mla.network.directory import NetworkDirectory, convert, store_latent_scales
 from trtllm_mla.runtime.executors.graph import Array
 from trtllm_mla.runtime.executors.onnxruntime import OnnxRuntimeExecutor
 from trtllm_mla.runtime.scheduler import SchedulerConfig
@@ -81,11 +81,20 @@ def make_case(
     *,
     dtype: DType = DType.FLOAT32,
     absorption: bool = True,
+    context_passes: int = 1,
     kept_layers: int | None = None,
+    kv_cache_dtype: Any = "auto",
+    latent_scales: Sequence[float] | None = None,
+    page_size: Any = PAGE_SIZE,
     **checkpoint: Any,
 ) -> Case:
     torch.set_num_threads(1)
     made = make_checkpoint(directory / "checkpoint", model_type, **checkpoint)
-    plugin = MlaPluginConfig(page_size=PAGE_SIZE, enable_matrix_absorption=absorption)
+    plugin = MlaPluginConfig(
+        page_size=page_size,
+        enable_matrix_absorption=absorption,
+        max_context_passes=context_passes,
+        kv_cache_dtype=kv_cache_dtype,
+    )
     network = convert(made.path, directory / "network", plugin=plugin, dtype=dtype, num_layers=kept_layers)
-    return Case(made, network)
+    return Case(made, network if latent_scales is None else store_latent_scales(network, latent_scales))

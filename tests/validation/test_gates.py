@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 import pytest
 
+from trtllm_mla.cache_rows import CacheDType
 from trtllm_mla.dtypes import DType
-from trtllm_mla.validation.gates import coarsest, gates_for
+from trtllm_mla.validation.gates import cache_gates, coarsest, gates_for
 
 
 def test_float32_of_two_layers():
@@ -43,6 +44,25 @@ def test_gates_widen_with_depth_up_to_a_limit():
     assert len({astuple(gates) for gates in deep}) == 1
     assert deep[0].max_relative_mean_error == 0.1
     assert deep[0].min_cosine == pytest.approx(0.98)
+
+
+@pytest.mark.parametrize("dtype", list(DType))
+def test_a_quantised_cache_may_cost_perplexity_and_changes_no_other_gate(dtype):
+    plain = gates_for(dtype, 3)
+    assert all(gates_for(dtype, 3, CacheDType.of(other)) == plain for other in DType)
+    for cache_dtype, deviation in ((CacheDType.FP8, 0.005), (CacheDType.NVFP4, 0.03)):
+        gates = gates_for(dtype, 3, cache_dtype)
+        assert gates.max_perplexity_deviation == pytest.approx(plain.max_perplexity_deviation + deviation)
+        assert replace(gates, max_perplexity_deviation=plain.max_perplexity_deviation) == plain
+
+
+def test_gates_on_quantised_rows_widen_with_the_arithmetic_alone():
+    tight, half, coarse = (cache_gates(gates_for(dtype, 2)) for dtype in DType)
+    for name in ("arithmetic_rms", "arithmetic_max", "max_norm_deviation"):
+        assert getattr(tight, name) < getattr(half, name) < getattr(coarse, name)
+    assert tight.max_norm_deviation == pytest.approx(1e-3, rel=0.01)
+    for gates in (tight, half, coarse):
+        assert (gates.max_rms_ratio, gates.max_rounding) == (1.001, 1)
 
 
 def test_coarsest():

@@ -13,6 +13,7 @@ from hypothesis.extra.numpy import arrays
 from trtllm_mla.validation import metrics
 
 METRICS = (
+    metrics.cosine,
     metrics.norm_ratio,
     metrics.max_abs_error,
     metrics.mean_abs_error,
@@ -25,6 +26,7 @@ METRICS = (
 
 def test_known_values():
     actual, reference = np.array([[3.0, 4.0, 0.0]]), np.array([[4.0, 3.0, 12.0]])
+    assert metrics.cosine(actual, reference) == pytest.approx(24 / 65)
     assert metrics.norm_ratio(actual, reference) == pytest.approx(5 / 13)
     assert metrics.max_abs_error(actual, reference) == 12
     assert metrics.mean_abs_error(actual, reference) == pytest.approx(14 / 3)

@@ -7,14 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from trtllm_mla.errors import UserError
 from trtllm_mla.validation import perplexity
 from trtllm_mla.validation.perplexity import (
     executor_perplexity,
     negative_log_likelihoods,
-    read_text,
     reference_perplexity,
 )
 
@@ -50,6 +48,18 @@ def test_equals_cross_entropy(yarn_case, executor, token_ids, window, max_num_to
     assert result.perplexity == pytest.approx(np.exp(result.mean_nll))
 
 
+def test_windows_longer_than_a_pass(passes_case, token_ids):
+    """Three passes of 30 keys: windows of up to 90 tokens, in chunks of up to 30 new ones."""
+    executor = passes_case.executor()
+    config = replace(passes_case.config, max_context_kv_tokens=30, prefill_absorption_threshold=0)
+    reference = reference_perplexity(passes_case.load_reference(), token_ids, window=90)
+    result = executor_perplexity(executor, config, token_ids, window=90)
+    assert result.mean_nll == pytest.approx(reference.mean_nll, rel=1e-6)
+    with pytest.raises(UserError, match="window: found 91, expected 2 to 90"):
+        executor_perplexity(executor, config, token_ids, window=91)
+    executor.close()
+
+
 def test_reference_and_executor_agree(yarn_case, executor, token_ids):
     reference = reference_perplexity(yarn_case.load_reference(), token_ids, window=60)
     result = executor_perplexity(executor, yarn_case.config, token_ids, window=60)
@@ -79,26 +89,3 @@ def test_windows_outside_the_limits(yarn_case, executor, token_ids, window):
 def test_tokens_outside_the_vocabulary(yarn_case, executor, token):
     with pytest.raises(UserError, match=r"expected ids from 0 to 130"):
         executor_perplexity(executor, yarn_case.config, [1, token, 2], window=8)
-
-
-def test_read_text(tmp_path, monkeypatch):
-    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))  # noqa: S106
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    text = tmp_path / "text.txt"
-    text.write_text("a b b c")
-    assert read_text(text, tmp_path) == [0, 1, 1, 2]
-
-    with pytest.raises(UserError, match="no such file"):
-        read_text(tmp_path / "absent", tmp_path)
-    with pytest.raises(UserError, match=r"tokenizer\.json: no such file"):
-        read_text(text, tmp_path / "elsewhere")
-    text.write_text("a")
-    with pytest.raises(UserError, match="found 1 tokens, expected at least 2"):
-        read_text(text, tmp_path)
-    text.write_bytes(b"a \xff b")
-    with pytest.raises(UserError, match="not UTF-8"):
-        read_text(text, tmp_path)
-    monkeypatch.setattr(perplexity, "MAX_TEXT_BYTES", 3)
-    with pytest.raises(UserError, match="found 5 bytes, expected a text of at most 3"):
-        read_text(text, tmp_path)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tests.validation.cases import make_case
 from trtllm_mla.dtypes import DType
 from trtllm_mla.errors import UserError
-from trtllm_mla.validation.reference import ReferenceModel, interleave
+from trtllm_mla.validation.reference import ReferenceModel, deinterleave, interleave
 
 TOKENS = [5, 17, 17, 130, 0, 42, 99]
 
@@ -22,6 +22,70 @@ TOKENS = [5, 17, 17, 130, 0, 42, 99]
 def test_interleave_puts_pairs_side_by_side():
     stored = np.array([[0.0, 1.0, 2.0, 10.0, 11.0, 12.0]])
     assert interleave(stored).tolist() == [[0.0, 10.0, 1.0, 11.0, 2.0, 12.0]]
+
+
+def test_deinterleave_undoes_interleave():
+    rows = np.random.default_rng(0).standard_normal((3, 8))
+    np.testing.assert_array_equal(deinterleave(interleave(rows)), rows)
+    np.testing.assert_array_equal(interleave(deinterleave(rows)), rows)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "youtu"])
+def test_reading_its_own_rows_changes_nothing(tmp_path, model_type, interleaved):
+    case = make_case(tmp_path, model_type, rope="linear", rope_interleave=interleaved, seed=3)
+    reference = case.load_reference()
+    expected = reference.run(TOKENS)
+    output = reference.run(TOKENS, cached_rows=expected.latents)
+    np.testing.assert_array_equal(output.logits, expected.logits)
+    np.testing.assert_array_equal(output.latents, expected.latents)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "youtu"])
+def test_reading_other_rows(tmp_path, model_type, interleaved):
+    """Beside the model with hooks that change what its layers make, and with rotary keys turned by the same angle."""
+    case = make_case(tmp_path, model_type, rope="linear", rope_interleave=interleaved, seed=3)
+    model, spec = case.checkpoint.model, case.spec
+    rank, half = spec.kv_lora_rank, spec.qk_rope_head_dim // 2
+    random = np.random.default_rng(4)
+    shape = (spec.num_hidden_layers, len(TOKENS))
+    latents = random.standard_normal((*shape, rank)).astype(np.float32)
+    keys = random.standard_normal((*shape, half)) + 1j * random.standard_normal((*shape, half))
+    angle = np.arange(len(TOKENS))[:, None] / 4.0 * 10000.0 ** (-np.arange(half) / half)
+
+    def as_stored(pairs):
+        parts = [pairs.real, pairs.imag]
+        joined = np.stack(parts, -1).reshape(*shape, -1) if interleaved else np.concatenate(parts, -1)
+        return joined.astype(np.float32)
+
+    made, own = as_stored(keys), []
+    handles = []
+    for layer, module in enumerate(model.model.layers):
+
+        def project(_module, _inputs, output, layer=layer):
+            own.append(output[0].numpy())
+            return torch.cat([output[..., :rank], torch.from_numpy(made[layer])[None]], -1)
+
+        def normalise(_module, _inputs, output, layer=layer):
+            own.append(output[0].numpy())
+            return torch.from_numpy(latents[layer])[None]
+
+        handles.append(module.self_attn.kv_a_proj_with_mqa.register_forward_hook(project))
+        handles.append(module.self_attn.kv_a_layernorm.register_forward_hook(normalise))
+    with torch.no_grad():
+        expected = model(torch.tensor([TOKENS])).logits[0].numpy()
+    for handle in handles:
+        handle.remove()
+
+    rows = np.concatenate([latents, as_stored(keys * np.exp(1j * angle))], -1)
+    reference = case.load_reference()
+    output = reference.run(TOKENS, cached_rows=list(rows))
+    np.testing.assert_allclose(output.logits, expected, atol=2e-5)
+    assert np.abs(output.logits - reference.run(TOKENS).logits).max() > 0.5
+    # What it would have cached itself is what comes back.
+    for layer, found in enumerate(output.latents):
+        np.testing.assert_allclose(found[:, :rank], own[2 * layer + 1], atol=1e-5)
 
 
 @pytest.mark.parametrize("interleaved", [True, False])

@@ -7,8 +7,10 @@ import pytest
 from polygraphy.comparator import Comparator, CosineSimilarityCompareFunc, L2CompareFunc, SimpleCompareFunc
 from polygraphy.logger import G_LOGGER
 
+from tests.validation.cases import make_case
+from trtllm_mla.validation.quantization import QuantizedCache
 from trtllm_mla.validation.runners import ExecutorRunner, HuggingFaceRunner
-from trtllm_mla.validation.scenarios import TokenSource, make_scenarios
+from trtllm_mla.validation.scenarios import TokenSource, make_scenarios, split_texts
 
 
 @pytest.fixture
@@ -70,6 +72,63 @@ def test_pages_differ_from_run_to_run(yarn_case, executor):
             written.append(np.flatnonzero(np.isfinite(pool[:, 0, 0])).tolist())
     assert len(written[0]) == 5
     assert set(written[1]) > set(written[0])
+
+
+def _texts(feed):
+    """What a reference takes of a scenario."""
+    return {name: feed[name] for name in ("input_ids", "sequence_lengths")}
+
+
+@pytest.fixture(scope="module")
+def quantized_case(tmp_path_factory):
+    return make_case(tmp_path_factory.mktemp("fp8"), rope="yarn", seed=11, kv_cache_dtype="fp8")
+
+
+def test_the_reference_reads_the_rows_of_its_teacher(quantized_case):
+    case = quantized_case
+    cache = QuantizedCache(case.network.row_layout, case.network.latent_scales)
+    executor = case.executor()
+    teacher = ExecutorRunner(executor, 2, quantized=cache)
+    feed = _feeds(case)[0]
+    with teacher, HuggingFaceRunner(case.load_reference, teacher=teacher) as runner:
+        actual, outputs = teacher.infer(feed), runner.infer(_texts(feed))
+    executor.close()
+    rank = case.spec.kv_lora_rank
+    assert {name: value.shape[1] for name, value in outputs.items()} == {
+        "logits": case.spec.vocab_size,
+        "unquantized_logits": case.spec.vocab_size,
+        **dict.fromkeys(("latent_0", "latent_1"), rank),
+        **dict.fromkeys(("k_pe_0", "k_pe_1"), case.spec.qk_rope_head_dim),
+    }
+    assert actual.keys() == outputs.keys()
+    np.testing.assert_array_equal(actual["logits"], actual["unquantized_logits"])
+    reference, start = case.load_reference(), 0
+    for text in split_texts(feed):
+        end = start + len(text)
+        cached = [
+            np.concatenate([actual[f"latent_{layer}"][start:end], actual[f"k_pe_{layer}"][start:end]], axis=1)
+            for layer in range(2)
+        ]
+        expected = reference.run(text, cached_rows=cached)
+        np.testing.assert_array_equal(outputs["logits"][start:end], expected.logits)
+        np.testing.assert_array_equal(outputs["latent_1"][start:end], expected.latents[1][:, :rank])
+        np.testing.assert_array_equal(outputs["unquantized_logits"][start:end], reference.run(text).logits)
+        start = end
+
+
+def test_a_teacher_that_ran_other_texts_is_an_error(quantized_case):
+    case = quantized_case
+    executor = case.executor()
+    cache = QuantizedCache(case.network.row_layout, case.network.latent_scales)
+    teacher = ExecutorRunner(executor, 2, quantized=cache)
+    first, second, *_ = _feeds(case)
+    with teacher, HuggingFaceRunner(case.load_reference, teacher=teacher) as runner:
+        with pytest.raises(ValueError, match="run of other texts"):
+            runner.infer(_texts(first))
+        teacher.infer(second)
+        with pytest.raises(ValueError, match="run of other texts"):
+            runner.infer(_texts(first))
+    executor.close()
 
 
 def test_the_model_is_there_only_while_active(yarn_case):

@@ -8,9 +8,12 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from tests.runtime.fake_executor import FakeExecutor
+from trtllm_mla.runtime.generation import run_forced
 from trtllm_mla.runtime.scheduler import SchedulerConfig
 from trtllm_mla.validation.scenarios import (
     TokenSource,
+    context_passes,
     default_lengths,
     forced_sequences,
     make_scenarios,
@@ -91,6 +94,21 @@ def test_every_scenario_does_what_it_says():
     assert decode[1].absorbed
 
 
+@pytest.mark.parametrize("absorption", [True, False])
+@pytest.mark.parametrize("count", [1, 3])
+def test_passes_have_room_for_the_fullest_step_and_no_more(count, absorption):
+    scenarios = _scenarios(replace(CONFIG, max_context_passes=count, enable_matrix_absorption=absorption))
+    for scenario in scenarios.values():
+        passes = scenario.context_passes
+        assert passes.count == count
+        run_forced(FakeExecutor(CONFIG.num_pages, CONFIG.page_size), scenario.sequences, context_passes=passes)
+        if scenario.name == "absorbed":
+            continue
+        tighter = replace(passes, max_keys=passes.max_keys - 1)
+        with pytest.raises(ValueError, match="in the context group, expected at most"):
+            run_forced(FakeExecutor(CONFIG.num_pages, CONFIG.page_size), scenario.sequences, context_passes=tighter)
+
+
 def test_mixed_scenario_has_both_groups_in_one_step_and_staggered_starts():
     sequences = _scenarios()["mixed"].sequences
     assert [sequence.first_step for sequence in sequences] == [0, 1, 2]
@@ -135,6 +153,7 @@ def test_arrays_carry_everything():
         arrays = scenario.to_arrays()
         assert all(array.dtype == np.int64 for array in arrays.values())
         assert split_texts(arrays) == [list(item.token_ids) for item in scenario.sequences]
+        assert context_passes(arrays) == scenario.context_passes
         restored = forced_sequences(arrays)
         for before, after in zip(scenario.sequences, restored, strict=True):
             assert list(before.token_ids) == after.token_ids

@@ -51,11 +51,13 @@ def _failed_outputs(report, name):
         ("deepseek_v3", {"rope": "yarn", "q_lora_rank": None}),
         ("deepseek_v3", {"rope": "linear", "rope_interleave": False, "attention_bias": True}),
         ("deepseek_v3", {"absorption": False}),
+        ("deepseek_v3", {"context_passes": 3, "rope": "yarn"}),
+        ("deepseek_v3", {"context_passes": 4, "absorption": False}),
         ("deepseek_v3", {"num_layers": 3, "kept_layers": 2}),
         ("youtu", {"rope": "yarn", "tie": False}),
         ("youtu", {}),
     ],
-    ids=["yarn", "half split", "no absorption", "fewer layers", "youtu", "tied head"],
+    ids=["yarn", "half split", "no absorption", "passes", "passes alone", "fewer layers", "youtu", "tied head"],
 )
 def test_right_networks_pass(tmp_path, model_type, values):
     case = make_case(tmp_path, model_type, seed=21, **values)
@@ -99,6 +101,20 @@ def test_validation_catches_a_wrong_softmax_scale(yarn_case, ops, scenarios):
     for name in scenarios:
         # The first layer's rows are written before any attention has run.
         assert _failed_outputs(report, name) == {"logits", "latent_1"}
+
+
+def test_validation_catches_what_is_wrong_with_later_passes(passes_case):
+    """The scenario whose histories are longer than its chunks sends some of them through all passes."""
+
+    def mask_history(model, weights):
+        nodes = [node for node in model.graph.node if node.op_type == "ContextAttention" and "/pass_" in node.name]
+        assert len(nodes) == 2 * passes_case.network.num_layers
+        for node in nodes:
+            (attribute,) = (item for item in node.attribute if item.name == "causal")
+            assert attribute.i == 0
+            attribute.i = 1
+
+    assert _failed(_validate(passes_case, mask_history)) == {"chunked"}
 
 
 def test_a_single_position_hides_a_wrong_softmax_scale(yarn_case):
@@ -293,6 +309,8 @@ def test_greedy_result():
     result = GreedyResult("x", (3, 3), ((1, 2, 3), (4, 5, 6)), ((1, 9, 3), (4, 5, 6)), required=True)
     assert (result.matching, result.total, result.passed) == (4, 6, False)
     assert replace(result, required=False).passed
+    assert result.matching_unquantized is None
+    assert replace(result, unquantized_ids=((1, 2, 9), (0, 5, 6))).matching_unquantized == 2
 
 
 def test_perplexities_that_differ_fail():
@@ -302,6 +320,9 @@ def test_perplexities_that_differ_fail():
     assert PerplexityResult(replace(reference, mean_nll=2.00001), reference, 1e-4).passed
     assert not PerplexityResult(replace(reference, mean_nll=2.001), reference, 1e-4).passed
     assert not PerplexityResult(replace(reference, mean_nll=float("nan")), reference, 1e-4).passed
+    random = PerplexityResult(replace(reference, mean_nll=2.5), reference, 1e-4, required=False)
+    assert random.passed
+    assert not replace(random, executor=replace(reference, mean_nll=float("nan"))).passed
 
 
 def test_corruptions_change_the_graph(yarn_case):

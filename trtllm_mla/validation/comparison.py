@@ -24,8 +24,15 @@ from polygraphy.logger import G_LOGGER
 
 from trtllm_mla.network.contract import LOGITS
 from trtllm_mla.validation import metrics
-from trtllm_mla.validation.gates import Gates
+from trtllm_mla.validation.gates import Gates, cache_gates
+from trtllm_mla.validation.quantization import CachedPart, QuantizedCache
 from trtllm_mla.validation.scenarios import Scenario
+
+# Logits beside those of a reference whose own rows, which nobody quantised, are in its cache.
+UNQUANTIZED_LOGITS = "unquantized_logits"
+
+Metric = Callable[[Any, Any], float]
+NamedFunction = tuple[str, BaseCompareFunc]
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,8 @@ class OutputComparison:
     """All metrics of one output in one scenario.
 
     Attributes:
-        output: ``logits``, or ``latent_{layer}``.
+        output: ``logits``, or ``latent_{layer}``; with a quantised cache, also ``k_pe_{layer}`` and
+            ``unquantized_logits``.
         metrics: The metrics.
     """
 
@@ -114,9 +122,7 @@ class MetricCompareFunc(BaseCompareFunc):  # type: ignore[misc]
         outputs: Tells which outputs it applies to.
     """
 
-    def __init__(
-        self, metric: Callable[[Any, Any], float], gate: MetricGate, outputs: Callable[[str], bool] = lambda _: True
-    ) -> None:
+    def __init__(self, metric: Metric, gate: MetricGate, outputs: Callable[[str], bool] = lambda _: True) -> None:
         self._metric = metric
         self._gate = gate
         self._outputs = outputs
@@ -138,6 +144,7 @@ def compare_runners(
     scenarios: Sequence[Scenario],
     gates: Gates,
     *,
+    quantized: QuantizedCache | None = None,
     on_scenario: Callable[[Scenario], None] | None = None,
 ) -> list[list[OutputComparison]]:
     """Runs scenarios on two runners and compares all outputs.
@@ -149,6 +156,8 @@ def compare_runners(
         reference: The runner it is compared with.
         scenarios: What to run.
         gates: Conditions that the metrics must meet.
+        quantized: The cache whose rows are compared, where it is quantised. Gates for rounded rows apply to them then,
+            and ``unquantized_logits`` have none.
         on_scenario: Called when a scenario begins.
 
     Returns:
@@ -168,7 +177,9 @@ def compare_runners(
             outputs.append(_check_outputs(run, actual, reference))
             yield run
 
-    functions = _compare_functions(gates)
+    functions = _compare_functions(gates, lambda output: quantized is None or output == LOGITS)
+    if quantized is not None:
+        functions += [*_unquantized_functions(), *_cache_functions(quantized, gates)]
     # The comparator logs every output of every scenario, failures as errors; the report says the same in a table.
     # Its arithmetic on values that are not finite warns; they fail the metrics.
     with G_LOGGER.verbosity(G_LOGGER.CRITICAL), np.errstate(invalid="ignore", over="ignore"):
@@ -206,35 +217,28 @@ def _check_outputs(run: RunResults, actual: BaseRunner, reference: BaseRunner) -
     return names[1]
 
 
-def _compare_functions(gates: Gates) -> list[tuple[str, BaseCompareFunc]]:
-    """Name and comparison function of each metric, in the order of the report."""
+def _compare_functions(gates: Gates, outputs: Callable[[str], bool] = lambda _: True) -> list[NamedFunction]:
+    """Name and comparison function of each metric that arithmetic is judged by, in the order of the report."""
 
-    def at_most(bound: float) -> MetricGate:
-        return MetricGate(f"<= {bound:g}", lambda value: value <= bound)
+    def same_name(output: str, _index: int, _result: IterationResult) -> list[str]:
+        return [output] if outputs(output) else []
+
+    def on_outputs(metric: Metric, gate: MetricGate) -> MetricCompareFunc:
+        return MetricCompareFunc(metric, gate, outputs)
 
     greedy = gates.min_greedy_agreement
-    deviation = gates.max_norm_deviation
     return [
-        ("cosine", CosineSimilarityCompareFunc(gates.min_cosine, find_output_func=_same_name)),
-        (
-            "norm_ratio",
-            MetricCompareFunc(
-                metrics.norm_ratio,
-                MetricGate(f"within 1 +- {deviation:g}", lambda value: abs(value - 1) <= deviation),
-            ),
-        ),
-        ("relative_max_error", MetricCompareFunc(metrics.relative_max_error, at_most(gates.max_relative_max_error))),
-        (
-            "relative_mean_error",
-            MetricCompareFunc(metrics.relative_mean_error, at_most(gates.max_relative_mean_error)),
-        ),
+        ("cosine", CosineSimilarityCompareFunc(gates.min_cosine, find_output_func=same_name)),
+        ("norm_ratio", on_outputs(metrics.norm_ratio, _near_one(gates.max_norm_deviation))),
+        ("relative_max_error", on_outputs(metrics.relative_max_error, _at_most(gates.max_relative_max_error))),
+        ("relative_mean_error", on_outputs(metrics.relative_mean_error, _at_most(gates.max_relative_mean_error))),
         (
             "abs_error",
             SimpleCompareFunc(
                 atol=math.inf if gates.max_abs_error is None else gates.max_abs_error,
                 rtol=0.0,
                 check_error_stat="max",
-                find_output_func=_same_name,
+                find_output_func=same_name,
             ),
         ),
         (
@@ -245,8 +249,74 @@ def _compare_functions(gates: Gates) -> list[tuple[str, BaseCompareFunc]]:
                 lambda output: output == LOGITS,
             ),
         ),
-        ("nonfinite", MetricCompareFunc(metrics.nonfinite_count, at_most(0))),
+        ("nonfinite", MetricCompareFunc(metrics.nonfinite_count, _at_most(0))),
     ]
+
+
+def _unquantized_functions() -> list[NamedFunction]:
+    """What is reported of the distance to the reference without quantisation."""
+    reported: dict[str, Metric] = {
+        "cosine": metrics.cosine,
+        "norm_ratio": metrics.norm_ratio,
+        "relative_mean_error": metrics.relative_mean_error,
+        "max_abs_error": metrics.max_abs_error,
+        "mean_abs_error": metrics.mean_abs_error,
+        "greedy_agreement": metrics.greedy_agreement,
+    }
+    return [
+        (name, MetricCompareFunc(metric, _REPORTED, lambda output: output == UNQUANTIZED_LOGITS))
+        for name, metric in reported.items()
+    ]
+
+
+def _cache_functions(cache: QuantizedCache, gates: Gates) -> list[NamedFunction]:
+    """Metrics of each layer's rounded latents and rotary keys."""
+    return [
+        (name, MetricCompareFunc(metric, gate, part.output.__eq__))
+        for part in cache.parts
+        for name, (metric, gate) in _part_metrics(part, gates).items()
+    ]
+
+
+def _part_metrics(part: CachedPart, gates: Gates) -> dict[str, tuple[Metric, MetricGate]]:
+    bounds = cache_gates(gates)
+
+    def conversion_error(actual: Any, reference: Any) -> float:
+        return metrics.relative_l2_error(part.round(reference), reference)
+
+    def rms_ratio(actual: Any, reference: Any) -> float:
+        allowed = math.hypot(conversion_error(actual, reference), bounds.arithmetic_rms)
+        return metrics.relative_l2_error(actual, reference) / allowed
+
+    def norm_ratio(actual: Any, reference: Any) -> float:
+        return metrics.norm_ratio(actual, part.round(reference))
+
+    def rounding(actual: Any, reference: Any) -> float:
+        return part.rounding(actual, reference, bounds.arithmetic_max * metrics.root_mean_square(reference))
+
+    return {
+        "relative_mean_error": (metrics.relative_mean_error, _REPORTED),
+        "relative_rms_error": (
+            metrics.relative_l2_error,
+            _at_most(math.hypot(part.roundoff, bounds.arithmetic_rms)),
+        ),
+        "conversion_rms_error": (conversion_error, _REPORTED),
+        "rms_ratio": (rms_ratio, _at_most(bounds.max_rms_ratio)),
+        "norm_ratio": (norm_ratio, _near_one(bounds.max_norm_deviation)),
+        "rounding": (rounding, _at_most(bounds.max_rounding)),
+        "same_codes": (part.same_codes, _REPORTED),
+    }
+
+
+_REPORTED = MetricGate(None, lambda _: True)
+
+
+def _at_most(bound: float) -> MetricGate:
+    return MetricGate(f"<= {bound:g}", lambda value: value <= bound)
+
+
+def _near_one(deviation: float) -> MetricGate:
+    return MetricGate(f"within 1 +- {deviation:g}", lambda value: abs(value - 1) <= deviation)
 
 
 def _metric_values(name: str, result: Any) -> list[MetricValue]:
@@ -268,10 +338,6 @@ def _metric_values(name: str, result: Any) -> list[MetricValue]:
         ),
         MetricValue("mean_abs_error", _finite(result.mean_absdiff), None, math.isfinite(result.mean_absdiff)),
     ]
-
-
-def _same_name(output: str, _index: int, _result: IterationResult) -> list[str]:
-    return [output]
 
 
 def _to_float64(result: IterationResult) -> IterationResult:

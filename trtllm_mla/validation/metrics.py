@@ -22,6 +22,13 @@ def nonfinite_count(actual: Array, reference: Array) -> int:
     return int(actual.size + reference.size - np.isfinite(actual).sum() - np.isfinite(reference).sum())
 
 
+def cosine(actual: Array, reference: Array) -> float:
+    """Cosine of the angle between two arrays, both taken as vectors; 1 for two zero vectors."""
+    actual, reference = _float64(actual, reference)
+    lengths = _norm(actual), _norm(reference)
+    return _ratio(float((actual * reference).sum()), lengths[0] * lengths[1]) if lengths != (0.0, 0.0) else 1.0
+
+
 def norm_ratio(actual: Array, reference: Array) -> float:
     """Length of ``actual`` divided by the length of ``reference``, both taken as vectors; 1 for two zero vectors."""
     actual, reference = _float64(actual, reference)

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from trtllm_mla.checkpoint.tokenizer import TextCodec
-from trtllm_mla.errors import UserError
 from trtllm_mla.runtime.executors.base import Executor
-from trtllm_mla.runtime.generation import ForcedSequence, cut_by_threshold, run_forced
+from trtllm_mla.runtime.generation import DEFAULT_WINDOW, run_text, text_windows
 from trtllm_mla.runtime.scheduler import SchedulerConfig
 from trtllm_mla.validation.reference import ReferenceModel
-
-DEFAULT_WINDOW = 256
-MAX_TEXT_BYTES = 1 << 26
-
-# Logits [tokens, vocab_size] of a text.
-LogitsOf = Callable[[Sequence[int]], npt.NDArray[np.float32]]
 
 
 @dataclass(frozen=True)
@@ -47,28 +38,6 @@ class Perplexity:
         return math.exp(min(self.mean_nll, 700.0)) if math.isfinite(self.mean_nll) else math.nan
 
 
-def read_text(path: Path, checkpoint: Path) -> list[int]:
-    """Token ids of a text file, with the tokenizer of a checkpoint.
-
-    Raises:
-        UserError: The file is missing, larger than 64 MiB, not UTF-8 or shorter than two tokens, or the checkpoint
-            has no tokenizer.
-    """
-    if not path.is_file():
-        raise UserError(f"{path}: no such file. Expected a text to measure the perplexity of.")
-    size = path.stat().st_size
-    if size > MAX_TEXT_BYTES:
-        raise UserError(f"{path}: found {size} bytes, expected a text of at most {MAX_TEXT_BYTES}. Cut it.")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8: {error}. Expected plain text.") from None
-    token_ids = TextCodec.load(checkpoint).encode(text)
-    if len(token_ids) < 2:
-        raise UserError(f"{path}: found {len(token_ids)} tokens, expected at least 2: the first predicts the second.")
-    return token_ids
-
-
 def executor_perplexity(
     executor: Executor, config: SchedulerConfig, token_ids: Sequence[int], *, window: int = DEFAULT_WINDOW
 ) -> Perplexity:
@@ -85,29 +54,23 @@ def executor_perplexity(
     Raises:
         UserError: The window is outside the limits, or a token outside the vocabulary.
     """
-    limit = min(config.max_seq_len, config.num_pages * config.page_size, config.max_context_kv_tokens)
-    if not 2 <= window <= limit:
-        raise UserError(f"window: found {window}, expected 2 to {limit}, the limits of this network and its pool.")
-    _check_vocabulary(token_ids, config.vocab_size)
-
-    def logits_of(text: Sequence[int]) -> npt.NDArray[np.float32]:
-        cut = cut_by_threshold(len(text), config.max_num_tokens, config)
-        return run_forced(executor, [ForcedSequence(text, cut)])[0].logits
-
-    return _perplexity(logits_of, token_ids, window)
+    return _perplexity(
+        ((text, run.logits) for text, run in run_text(executor, config, token_ids, window=window)), window
+    )
 
 
 def reference_perplexity(
     reference: ReferenceModel, token_ids: Sequence[int], *, window: int = DEFAULT_WINDOW
 ) -> Perplexity:
     """Perplexity of a text through the reference, cut into the same windows."""
-    return _perplexity(lambda text: reference.run(text).logits, token_ids, window)
+    return _perplexity(((text, reference.run(text).logits) for text in text_windows(token_ids, window)), window)
 
 
-def _perplexity(logits_of: LogitsOf, token_ids: Sequence[int], window: int) -> Perplexity:
+def _perplexity(runs: Iterable[tuple[Sequence[int], npt.NDArray[np.float32]]], window: int) -> Perplexity:
+    """Perplexity of windows, each with its logits [tokens, vocab_size]."""
     total, tokens, windows = 0.0, 0, 0
-    for text in _windows(token_ids, window):
-        total += negative_log_likelihoods(logits_of(text)[:-1], text[1:]).sum()
+    for text, logits in runs:
+        total += negative_log_likelihoods(logits[:-1], text[1:]).sum()
         tokens += len(text) - 1
         windows += 1
     return Perplexity(tokens, windows, window, float(total) / tokens)
@@ -124,17 +87,3 @@ def negative_log_likelihoods(logits: npt.NDArray[Any], targets: Sequence[int]) -
     logits = logits - logits.max(axis=1, keepdims=True)
     result: npt.NDArray[np.float64] = np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(len(targets)), targets]
     return result
-
-
-def _windows(token_ids: Sequence[int], window: int) -> Iterator[list[int]]:
-    """Consecutive windows; a last one of a single token, which predicts nothing, is left out."""
-    for start in range(0, len(token_ids) - 1, window):
-        yield list(token_ids[start : start + window])
-
-
-def _check_vocabulary(token_ids: Sequence[int], vocab_size: int) -> None:
-    if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
-        raise UserError(
-            f"The text holds token ids from {min(token_ids)} to {max(token_ids)}, expected ids from 0 to "
-            f"{vocab_size - 1}. Use the tokenizer of this checkpoint."
-        )

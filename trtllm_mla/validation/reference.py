@@ -83,16 +83,29 @@ class ReferenceModel:
         return cls(model.eval(), spec)
 
     @property
+    def num_layers(self) -> int:
+        """Layers that were loaded."""
+        return self._spec.num_hidden_layers
+
+    @property
     def description(self) -> str:
         """One line that says what runs."""
         torch, transformers = _libraries()
         dtype = str(self._model.dtype).removeprefix("torch.")
         return f"transformers {transformers.__version__}, torch {torch.__version__}, {dtype}, eager attention"
 
-    def run(self, token_ids: Sequence[int]) -> ReferenceOutput:
-        """Computes the logits of every position and the cached rows of a text."""
+    def run(self, token_ids: Sequence[int], *, cached_rows: Sequence[Float32Array] | None = None) -> ReferenceOutput:
+        """Computes the logits of every position and the cached rows of a text.
+
+        Args:
+            token_ids: The text.
+            cached_rows: For each layer float32 [tokens, kv_lora_rank + qk_rope_head_dim], laid out as this package
+                does: what attention reads in place of the rows that the reference made. Those are what it returns.
+        """
         torch, transformers = _libraries()
         cache = transformers.DynamicCache(config=self._model.config)
+        if cached_rows is not None:
+            self._teach(cache, cached_rows)
         with torch.no_grad():
             logits = self._model(torch.tensor([list(token_ids)]), cache=cache, use_cache=True).logits[0]
         latents = []
@@ -103,6 +116,25 @@ class ReferenceModel:
                 k_pe = interleave(k_pe)
             latents.append(np.concatenate([latent, k_pe], axis=1))
         return ReferenceOutput(_numpy(logits), tuple(latents))
+
+    def _teach(self, cache: Any, cached_rows: Sequence[Float32Array]) -> None:
+        """Makes a cache keep what a layer gives it, and hand out the given rows to the layer's attention."""
+        keep, taught = cache.update, [self._as_stored(rows) for rows in cached_rows]
+
+        def update(latent: Any, k_pe: Any, layer: int, *arguments: Any, **values: Any) -> tuple[Any, ...]:
+            keep(latent, k_pe, layer, *arguments, **values)
+            own = (latent, k_pe)
+            return tuple(row.to(like.dtype).reshape(like.shape) for row, like in zip(taught[layer], own, strict=True))
+
+        cache.update = update
+
+    def _as_stored(self, rows: Float32Array) -> tuple[Any, Any]:
+        """Rows as transformers caches them: latents, then rotated keys."""
+        torch, _ = _libraries()
+        latent, k_pe = np.split(rows, [self._spec.kv_lora_rank], axis=1)
+        if self._spec.rope.interleaved:
+            k_pe = deinterleave(k_pe)
+        return torch.from_numpy(np.ascontiguousarray(latent)), torch.from_numpy(np.ascontiguousarray(k_pe))
 
     def generate(self, prompt_ids: Sequence[int], max_new_tokens: int) -> list[int]:
         """Greedy continuation of a prompt by transformers' ``generate``; no token stops it."""
@@ -156,6 +188,11 @@ def interleave(k_pe: Float32Array) -> Float32Array:
     """
     first, second = np.split(k_pe, 2, axis=-1)
     return np.stack([first, second], axis=-1).reshape(k_pe.shape)
+
+
+def deinterleave(k_pe: Float32Array) -> Float32Array:
+    """Undoes ``interleave``: first elements of all pairs, then second ones."""
+    return np.concatenate([k_pe[..., 0::2], k_pe[..., 1::2]], axis=-1)
 
 
 def _numpy(tensor: Any) -> Float32Array:

@@ -15,9 +15,9 @@ from trtllm_mla.errors import MissingDependencyError, UserError
 from trtllm_mla.files import atomic_file
 from trtllm_mla.network.contract import LOGITS
 from trtllm_mla.validation.absorption import AbsorptionResult
-from trtllm_mla.validation.comparison import OutputComparison
-from trtllm_mla.validation.runners import LATENT_PREFIX
-from trtllm_mla.validation.validate import ScenarioResult, ValidationReport
+from trtllm_mla.validation.comparison import UNQUANTIZED_LOGITS, OutputComparison
+from trtllm_mla.validation.quantization import K_PE_PREFIX, LATENT_PREFIX
+from trtllm_mla.validation.validate import GreedyResult, PerplexityResult, ScenarioResult, ValidationReport
 
 _COLUMNS = (
     ("cosine", "1 - cos"),
@@ -25,6 +25,14 @@ _COLUMNS = (
     ("max_abs_error", "max err"),
     ("mean_abs_error", "mean err"),
     ("greedy_agreement", "greedy"),
+)
+_CACHE_COLUMNS = (
+    ("relative_rms_error", "RMS err"),
+    ("conversion_rms_error", "exact"),
+    ("rms_ratio", "ratio"),
+    ("norm_ratio", "norm - 1"),
+    ("rounding", "rounding"),
+    ("same_codes", "same"),
 )
 # As wide as a terminal of 80 columns.
 _TABLE_STYLE: dict[str, Any] = {
@@ -49,6 +57,8 @@ def print_report(report: ValidationReport, console: Console, *, layers: bool = F
     console.print(f"executor:  {report.executor_description}", highlight=False)
     console.print(f"reference: {report.reference_description}", highlight=False)
     console.print(_scenario_table(report, layers=layers))
+    if report.cache_dtype.is_quantized:
+        console.print(_cache_table(report, layers=layers))
     for scenario in report.scenarios:
         for output in scenario.outputs:
             _print_failures(scenario, output, console)
@@ -56,8 +66,7 @@ def print_report(report: ValidationReport, console: Console, *, layers: bool = F
         prompts = ", ".join(str(length) for length in greedy.prompt_lengths)
         console.print(
             _verdict(greedy.passed),
-            f"greedy decode, prompts of {prompts} tokens served together, {greedy.name}: {greedy.matching} of "
-            f"{greedy.total} tokens as transformers' generate{'' if greedy.required else ' (not required)'}",
+            f"greedy decode, prompts of {prompts} tokens served together, {greedy.name}: {_greedy_agreement(greedy)}",
             highlight=False,
         )
     if report.perplexity is not None:
@@ -65,7 +74,8 @@ def print_report(report: ValidationReport, console: Console, *, layers: bool = F
         console.print(
             _verdict(item.passed),
             f"perplexity over {item.executor.tokens} tokens: {item.executor.perplexity:.6g}, reference "
-            f"{item.reference.perplexity:.6g}, relative difference {item.deviation:.2g} (<= {item.max_deviation:g})",
+            f"{item.reference.perplexity:.6g}, relative difference {item.deviation:.2g} "
+            f"({_perplexity_gate(item)})",
             highlight=False,
         )
     for absorption in report.absorption:
@@ -136,7 +146,7 @@ def plot_errors(report: ValidationReport, path: Path) -> None:
     axes = figure.add_subplot()
     labels: list[str] = []
     for scenario in report.scenarios:
-        outputs = [output for output in scenario.outputs if output.output != LOGITS]
+        outputs = [output for output in scenario.outputs if output.output.startswith(LATENT_PREFIX)]
         outputs += [output for output in scenario.outputs if output.output == LOGITS]
         labels = [output.output.removeprefix(LATENT_PREFIX) for output in outputs]
         errors = [output.value("relative_mean_error") for output in outputs]
@@ -154,35 +164,88 @@ def plot_errors(report: ValidationReport, path: Path) -> None:
         figure.savefig(temporary, format=path.suffix.removeprefix("."), dpi=150)
 
 
-def _scenario_table(report: ValidationReport, *, layers: bool) -> Table:
-    rows = "each layer's rows" if layers else "the rows of the layer that is furthest off"
-    table = Table(
-        title=f"\nTeacher-forced, {report.scenarios[0].tokens} tokens a scenario, {report.arithmetic} gates",
-        caption=f"max err, mean err: largest and mean absolute difference; cache: {rows}",
-        **_TABLE_STYLE,
+def _greedy_agreement(greedy: GreedyResult) -> str:
+    optional = "" if greedy.required else " (not required)"
+    counted = f"{greedy.matching} of {greedy.total} tokens as "
+    if greedy.matching_unquantized is None:
+        return f"{counted}transformers' generate{optional}"
+    return (
+        f"{counted}the reference reading the same cache{optional}; {greedy.matching_unquantized} as transformers' "
+        "generate, whose cache is not quantised"
     )
+
+
+def _perplexity_gate(item: PerplexityResult) -> str:
+    gate = f"<= {item.max_deviation:g}"
+    return gate if item.required else f"{gate} not required: the reference itself hardly predicts this text"
+
+
+def _scenario_table(report: ValidationReport, *, layers: bool) -> Table:
+    title = f"\nTeacher-forced, {report.scenarios[0].tokens} tokens a scenario, {report.arithmetic} gates"
+    caption = "max err, mean err: largest and mean absolute difference; "
+    if report.cache_dtype.is_quantized:
+        title += f", {report.cache_dtype} cache"
+        caption += "the reference reads the same cache; unquantised: one that has its own, without gates"
+    else:
+        caption += f"cache: {_shown_layers(layers=layers)}"
+    table = Table(title=title, caption=caption, **_TABLE_STYLE)
     for heading in ("scenario", "output"):
         table.add_column(heading, no_wrap=True)
     for _, heading in _COLUMNS:
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     for scenario in report.scenarios:
-        for row, (label, output) in enumerate(_rows(scenario, layers=layers)):
+        rows = [("logits", output) for output in scenario.outputs if output.output == LOGITS]
+        rows += [("unquantised", output) for output in scenario.outputs if output.output == UNQUANTIZED_LOGITS]
+        if not report.cache_dtype.is_quantized:
+            shown = _shown(scenario, LATENT_PREFIX, "relative_mean_error", layers=layers)
+            rows += [(f"cache {output.output.removeprefix(LATENT_PREFIX)}", output) for output in shown]
+        for row, (label, output) in enumerate(rows):
             cells = [_cell(name, output.value(name)) for name, _ in _COLUMNS]
+            passed = "" if output.output == UNQUANTIZED_LOGITS and output.passed else _verdict(output.passed)
+            table.add_row("" if row else scenario.name, label, *cells, passed)
+    return table
+
+
+def _cache_table(report: ValidationReport, *, layers: bool) -> Table:
+    table = Table(
+        title=f"\nRows of the {report.cache_dtype} cache beside those that the reference would have cached",
+        caption=(
+            f"{_shown_layers(layers=layers)}; exact: RMS err of exact conversion; ratio: of RMS err to that and the "
+            "arithmetic's; rounding: largest error in half steps of the format; same: values of the exact conversion"
+        ),
+        **_TABLE_STYLE,
+    )
+    for heading in ("scenario", "rows"):
+        table.add_column(heading, no_wrap=True)
+    for _, heading in _CACHE_COLUMNS:
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for scenario in report.scenarios:
+        shown = [
+            (f"{label} {output.output.removeprefix(prefix)}", output)
+            for prefix, label in ((LATENT_PREFIX, "latent"), (K_PE_PREFIX, "k_pe"))
+            for output in _shown(scenario, prefix, "rms_ratio", layers=layers)
+        ]
+        for row, (label, output) in enumerate(shown):
+            cells = [_cell(name, output.value(name)) for name, _ in _CACHE_COLUMNS]
             table.add_row("" if row else scenario.name, label, *cells, _verdict(output.passed))
     return table
 
 
-def _rows(scenario: ScenarioResult, *, layers: bool) -> list[tuple[str, OutputComparison]]:
-    logits = [(output.output, output) for output in scenario.outputs if output.output == LOGITS]
-    caches = [output for output in scenario.outputs if output.output != LOGITS]
-    shown = caches if layers else [max(caches, key=_badness)]
-    return logits + [(f"cache {item.output.removeprefix(LATENT_PREFIX)}", item) for item in shown]
+def _shown_layers(*, layers: bool) -> str:
+    return "each layer's rows" if layers else "the rows of the layer that is furthest off"
 
 
-def _badness(output: OutputComparison) -> tuple[bool, float]:
-    error = output.value("relative_mean_error")
-    return not output.passed, float("inf") if error is None else error
+def _shown(scenario: ScenarioResult, prefix: str, metric: str, *, layers: bool) -> list[OutputComparison]:
+    """The outputs of each layer, or that of the layer which a metric finds worst."""
+
+    def badness(output: OutputComparison) -> tuple[bool, float]:
+        error = output.value(metric)
+        return not output.passed, float("inf") if error is None else error
+
+    outputs = [output for output in scenario.outputs if output.output.startswith(prefix)]
+    return outputs if layers else [max(outputs, key=badness)]
 
 
 def _cell(name: str, value: float | None) -> str:
@@ -190,6 +253,10 @@ def _cell(name: str, value: float | None) -> str:
         return "" if name == "greedy_agreement" else "n/a"
     if name == "greedy_agreement":
         return f"{value:.1%}"
+    if name in ("relative_rms_error", "conversion_rms_error", "same_codes"):
+        return f"{value:.2%}"
+    if name in ("rms_ratio", "rounding"):
+        return f"{value:.4g}"
     if name in ("cosine", "norm_ratio"):
         return f"{(1 - value) if name == 'cosine' else (value - 1):.1e}"
     return f"{value:.1e}"

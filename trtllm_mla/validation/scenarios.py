@@ -7,6 +7,7 @@ rotary embedding or a mask that is wrong.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from trtllm_mla.config import BuildConfig
 from trtllm_mla.runtime.generation import ForcedChunk, ForcedSequence
 from trtllm_mla.runtime.scheduler import SchedulerConfig
+from trtllm_mla.runtime.step import ContextPasses
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -34,11 +36,14 @@ class Scenario:
         name: A short name.
         meaning: What it exercises.
         sequences: The texts with their cuts.
+        context_passes: Passes of the context group, with room for its fullest step and no more: where the network has
+            several, histories longer than the chunks reach them.
     """
 
     name: str
     meaning: str
     sequences: tuple[ForcedSequence, ...]
+    context_passes: ContextPasses
 
     @property
     def num_tokens(self) -> int:
@@ -55,7 +60,8 @@ class Scenario:
 
         Returns:
             ``input_ids`` [tokens], text after text; ``sequence_lengths`` and ``first_steps`` [texts]; ``chunks``
-            [chunks, 3]: text, tokens, and 1 for a chunk in the generation group.
+            [chunks, 3]: text, tokens, and 1 for a chunk in the generation group; ``context_passes`` [2]: how many, and
+            the cached tokens of each.
         """
         chunks = [
             (index, chunk.num_tokens, int(chunk.absorbed))
@@ -67,6 +73,7 @@ class Scenario:
             "sequence_lengths": np.array([len(item.token_ids) for item in self.sequences], dtype=np.int64),
             "first_steps": np.array([item.first_step for item in self.sequences], dtype=np.int64),
             "chunks": np.array(chunks, dtype=np.int64),
+            "context_passes": np.array([self.context_passes.count, self.context_passes.max_keys], dtype=np.int64),
         }
 
 
@@ -90,6 +97,12 @@ def forced_sequences(arrays: dict[str, Any]) -> tuple[ForcedSequence, ...]:
         )
         for index, text in enumerate(split_texts(arrays))
     )
+
+
+def context_passes(arrays: dict[str, Any]) -> ContextPasses:
+    """The passes of the context group, from arrays made by ``Scenario.to_arrays``."""
+    count, max_keys = arrays["context_passes"].tolist()
+    return ContextPasses(count, max_keys)
 
 
 class TokenSource:
@@ -156,17 +169,29 @@ def make_scenarios(source: TokenSource, config: SchedulerConfig, lengths: Sequen
         ("mixed", "texts that start one after the other, so that both groups share steps", _mixed(absorption), True),
         ("decode", "all but the last tokens at once, then one token a step", _decode(absorption), False),
     ]
-    return tuple(
-        Scenario(
-            name,
-            meaning,
-            tuple(
-                ForcedSequence(source.draw(length, text=index == 0), cut(index, length), index if staggered else 0)
-                for index, length in enumerate(lengths)
-            ),
+
+    def scenario(name: str, meaning: str, cut: Cut, staggered: bool) -> Scenario:
+        sequences = tuple(
+            ForcedSequence(source.draw(length, text=index == 0), cut(index, length), index if staggered else 0)
+            for index, length in enumerate(lengths)
         )
-        for name, meaning, cut, staggered in cuts
-    )
+        return Scenario(name, meaning, sequences, _tight_passes(sequences, config.max_context_passes))
+
+    return tuple(scenario(*item) for item in cuts)
+
+
+def _tight_passes(sequences: Sequence[ForcedSequence], count: int) -> ContextPasses:
+    """``count`` passes with room for the new tokens and for an equal share of the keys of the fullest step."""
+    tokens: Counter[int] = Counter()
+    keys: Counter[int] = Counter()
+    for sequence in sequences:
+        length = 0
+        for step, chunk in enumerate(sequence.chunks, sequence.first_step):
+            length += chunk.num_tokens
+            if not chunk.absorbed:
+                tokens[step] += chunk.num_tokens
+                keys[step] += length
+    return ContextPasses(count, max((max(tokens[step], -(-keys[step] // count)) for step in keys), default=1))
 
 
 def _whole(*, absorbed: bool) -> Cut:

@@ -9,29 +9,31 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from trtllm_mla._version import __version__
+from trtllm_mla.cache_rows import CacheDType
 from trtllm_mla.checkpoint.files import Checkpoint
 from trtllm_mla.checkpoint.spec import ModelSpec
-from trtllm_mla.checkpoint.tokenizer import TextCodec
+from trtllm_mla.checkpoint.tokenizer import TextCodec, read_text
 from trtllm_mla.config import BuildConfig
 from trtllm_mla.dtypes import DType
 from trtllm_mla.errors import UserError
 from trtllm_mla.network.directory import NetworkDirectory
 from trtllm_mla.runtime.executors.base import Executor
 from trtllm_mla.runtime.executors.factory import make_executor
-from trtllm_mla.runtime.generation import GenerationSession
+from trtllm_mla.runtime.generation import DEFAULT_WINDOW, GenerationResult, GenerationSession, read_cached_rows
 from trtllm_mla.runtime.pages import pages_for
 from trtllm_mla.runtime.scheduler import Request, SchedulerConfig
 from trtllm_mla.validation.absorption import AbsorptionResult, AbsorptionSizes, check_absorption
 from trtllm_mla.validation.comparison import OutputComparison, compare_runners
 from trtllm_mla.validation.gates import Gates, coarsest, gates_for
 from trtllm_mla.validation.perplexity import (
-    DEFAULT_WINDOW,
     Perplexity,
     executor_perplexity,
-    read_text,
     reference_perplexity,
 )
+from trtllm_mla.validation.quantization import QuantizedCache
 from trtllm_mla.validation.reference import ReferenceModel
 from trtllm_mla.validation.runners import ExecutorRunner, HuggingFaceRunner
 from trtllm_mla.validation.scenarios import TokenSource, default_lengths, make_scenarios
@@ -53,7 +55,7 @@ class ValidationOptions:
         greedy_tokens: New tokens of the greedy decode.
         reference_dtype: Type the reference runs in.
         max_abs_error: Largest absolute error of logits and cache rows that passes, besides the other gates; None gates
-            errors relative to the reference only.
+            errors relative to the reference only. Rows of a quantised cache have gates of their own.
         absorption_check: Whether the absorption check runs, at the model's own sizes.
         perplexity_ids: Token ids of a text whose perplexities are compared, or None.
         perplexity_window: Tokens of a window of that text, cut down where the limits ask for it.
@@ -78,7 +80,8 @@ class ScenarioResult:
         meaning: What it exercises.
         tokens: Tokens of its texts.
         steps: Steps it took.
-        outputs: Logits, and the cache of each layer.
+        outputs: Logits, and the cache of each layer. Where it is quantised, the reference read the same cache, and
+            ``unquantized_logits`` tell how far a reference with rows of its own is.
     """
 
     name: str
@@ -95,14 +98,16 @@ class ScenarioResult:
 
 @dataclass(frozen=True)
 class GreedyResult:
-    """Free-running greedy decode beside transformers' ``generate``.
+    """Free-running greedy decode beside the reference's.
 
     Attributes:
         name: How prompts were prefilled.
         prompt_lengths: Tokens of each prompt; the prompts are served together.
         output_ids: New tokens of each prompt.
-        reference_ids: The reference's.
+        reference_ids: Those of transformers' ``generate``. With a quantised cache, the tokens that the reference finds
+            likeliest behind the prompt and each new token, reading the rows that were cached of them.
         required: Whether they have to be identical.
+        unquantized_ids: Those of transformers' ``generate``, where the cache is quantised; they may differ.
     """
 
     name: str
@@ -110,11 +115,17 @@ class GreedyResult:
     output_ids: tuple[tuple[int, ...], ...]
     reference_ids: tuple[tuple[int, ...], ...]
     required: bool
+    unquantized_ids: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def matching(self) -> int:
         """Tokens before the first that differs, over all prompts."""
-        return sum(_common_prefix(*pair) for pair in zip(self.output_ids, self.reference_ids, strict=True))
+        return _matching(self.output_ids, self.reference_ids)
+
+    @property
+    def matching_unquantized(self) -> int | None:
+        """Likewise with ``unquantized_ids``, if there are any."""
+        return None if self.unquantized_ids is None else _matching(self.output_ids, self.unquantized_ids)
 
     @property
     def total(self) -> int:
@@ -135,11 +146,13 @@ class PerplexityResult:
         executor: The executor's.
         reference: The reference's.
         max_deviation: Largest relative difference that passes.
+        required: Whether a larger one fails.
     """
 
     executor: Perplexity
     reference: Perplexity
     max_deviation: float
+    required: bool = True
 
     @property
     def deviation(self) -> float:
@@ -148,8 +161,8 @@ class PerplexityResult:
 
     @property
     def passed(self) -> bool:
-        """Whether they are close enough."""
-        return self.deviation <= self.max_deviation
+        """Whether they are close enough, or need not be."""
+        return self.deviation <= self.max_deviation or (not self.required and math.isfinite(self.deviation))
 
 
 @dataclass(frozen=True)
@@ -161,7 +174,9 @@ class ValidationReport:
         executor: Name of the executor.
         executor_description: What ran.
         reference_description: What it was compared with.
-        arithmetic: Type whose gates apply: the coarsest among the executor's network, its cache and the reference.
+        arithmetic: Type whose gates apply: the coarsest among the executor's network, its cache and the reference. A
+            quantised cache does not count, since the reference reads it too.
+        cache_dtype: Type of the cache.
         gates: Those gates.
         seed: Seed of the prompts.
         scenarios: Teacher-forced comparisons.
@@ -175,6 +190,7 @@ class ValidationReport:
     executor_description: str
     reference_description: str
     arithmetic: DType
+    cache_dtype: CacheDType
     gates: Gates
     seed: int
     scenarios: tuple[ScenarioResult, ...]
@@ -249,6 +265,7 @@ def validate(
             spec,
             config,
             options=options,
+            latent_scales=network.latent_scales,
             text_ids=text_ids,
             on_progress=on_progress,
         )
@@ -263,10 +280,14 @@ def validate_executor(
     config: SchedulerConfig,
     *,
     options: ValidationOptions | None = None,
+    latent_scales: Sequence[float] | None = None,
     text_ids: Sequence[int] | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> ValidationReport:
     """Compares an executor with the reference.
+
+    Where the cache is quantised, the reference reads the executor's rows, and those are compared with what the
+    reference would have cached; ``trtllm_mla.validation.gates`` says why.
 
     Args:
         executor: What is checked; its whole pool is used.
@@ -274,6 +295,7 @@ def validate_executor(
         spec: The model, with the layers that the network has.
         config: Limits of steps and requests; its pool is the executor's.
         options: What to validate.
+        latent_scales: Outer scale of each layer's quantised latents; left out, 1.
         text_ids: A text to cut prompts from; without it all prompts are random.
         on_progress: Called with a line when a part begins.
 
@@ -282,8 +304,13 @@ def validate_executor(
     """
     options = options or ValidationOptions()
     say = on_progress or (lambda _: None)
-    arithmetic = coarsest(executor.dtype, executor.cache_dtype, options.reference_dtype)
-    gates = replace(gates_for(arithmetic, spec.num_hidden_layers), max_abs_error=options.max_abs_error)
+    cache_dtype = executor.cache_dtype
+    arithmetic = coarsest(executor.dtype, cache_dtype.element or executor.dtype, options.reference_dtype)
+    gates = replace(gates_for(arithmetic, spec.num_hidden_layers, cache_dtype), max_abs_error=options.max_abs_error)
+    quantized = None
+    if cache_dtype.is_quantized:
+        layout = cache_dtype.layout(spec.kv_lora_rank, spec.qk_rope_head_dim)
+        quantized = QuantizedCache(layout, tuple(latent_scales or (1.0,) * spec.num_hidden_layers))
     source = TokenSource(spec.vocab_size, options.seed, text_ids)
     lengths = options.lengths or default_lengths(config)
     _check_lengths(lengths, config)
@@ -291,11 +318,13 @@ def validate_executor(
 
     say("reference: loading")
     reference = load_reference()
+    runner = ExecutorRunner(executor, spec.num_hidden_layers, quantized=quantized)
     comparisons = compare_runners(
-        ExecutorRunner(executor, spec.num_hidden_layers),
-        HuggingFaceRunner(lambda: reference),
+        runner,
+        HuggingFaceRunner(lambda: reference, teacher=runner if quantized else None),
         scenarios,
         gates,
+        quantized=quantized,
         on_scenario=lambda scenario: say(f"scenario {scenario.name}: {scenario.meaning}"),
     )
     greedy: tuple[GreedyResult, ...] = ()
@@ -306,10 +335,12 @@ def validate_executor(
     if options.perplexity_ids is not None:
         say("perplexity")
         window = _perplexity_window(config, options)
+        of_reference = reference_perplexity(reference, options.perplexity_ids, window=window)
         perplexity = PerplexityResult(
             executor_perplexity(executor, config, options.perplexity_ids, window=window),
-            reference_perplexity(reference, options.perplexity_ids, window=window),
+            of_reference,
             gates.max_perplexity_deviation,
+            quantized is None or of_reference.perplexity <= spec.vocab_size / 2,
         )
     absorption: list[AbsorptionResult] = []
     if options.absorption_check:
@@ -324,6 +355,7 @@ def validate_executor(
         executor.description,
         reference.description,
         arithmetic,
+        cache_dtype,
         gates,
         options.seed,
         tuple(
@@ -345,7 +377,7 @@ def pages_for_validation(config: SchedulerConfig, options: ValidationOptions) ->
 
 
 def _perplexity_window(config: SchedulerConfig, options: ValidationOptions) -> int:
-    return min(options.perplexity_window, config.max_seq_len, config.max_context_kv_tokens)
+    return min(options.perplexity_window, config.max_seq_len, config.context_passes.total_keys)
 
 
 def _are_finite(comparisons: Sequence[Sequence[OutputComparison]]) -> bool:
@@ -370,27 +402,49 @@ def _compare_greedy(
     new_tokens: int,
     gates: Gates,
 ) -> tuple[GreedyResult, ...]:
-    """Serves prompts together, once as the config says and once in chunks that cross the threshold both ways."""
+    """Serves prompts together, once as the config says and once in chunks that cross the threshold both ways.
+
+    With a quantised cache, a token is right if the reference, reading what the executor cached of all tokens before,
+    would choose it too.
+    """
     new_tokens = min(new_tokens, config.max_seq_len - 1)
     fitting = tuple(min(length, config.max_seq_len - new_tokens, config.max_input_len) for length in lengths)
     prompts = [source.draw(length, text=index == 0) for index, length in enumerate(fitting)]
-    expected = tuple(tuple(reference.generate(prompt, new_tokens)) for prompt in prompts)
+    unquantized = tuple(tuple(reference.generate(prompt, new_tokens)) for prompt in prompts)
     chunk = max(max(fitting) // 3, 2)
     chunked = replace(config, max_chunk_tokens=chunk, prefill_absorption_threshold=chunk)
     results = []
     for name, limits in (("as configured", config), (f"chunks of {chunk}", chunked)):
         requests = [Request(prompt, new_tokens) for prompt in prompts]
         outputs = GenerationSession(executor, limits).generate(requests)
-        results.append(
-            GreedyResult(
-                name,
-                fitting,
-                tuple(tuple(output.output_ids) for output in outputs),
-                expected,
-                gates.min_greedy_agreement is not None,
+        output_ids = tuple(tuple(output.output_ids) for output in outputs)
+        required = gates.min_greedy_agreement is not None
+        if executor.cache_dtype.is_quantized:
+            likeliest = tuple(
+                _likeliest_ids(executor, reference, prompt, output)
+                for prompt, output in zip(prompts, outputs, strict=True)
             )
-        )
+            results.append(GreedyResult(name, fitting, output_ids, likeliest, required, unquantized))
+        else:
+            results.append(GreedyResult(name, fitting, output_ids, unquantized, required))
     return tuple(results)
+
+
+def _likeliest_ids(
+    executor: Executor, reference: ReferenceModel, prompt: Sequence[int], output: GenerationResult
+) -> tuple[int, ...]:
+    """The reference's greedy choice at each new token, reading the rows that the executor cached of those before it.
+
+    The pool must not have been used since.
+    """
+    text = (*prompt, *output.output_ids[:-1])
+    rows = [read_cached_rows(executor, layer, output.pages, len(text)) for layer in range(reference.num_layers)]
+    logits = reference.run(text, cached_rows=rows).logits[len(prompt) - 1 :]
+    return tuple(np.argmax(logits, axis=1).tolist())
+
+
+def _matching(found: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> int:
+    return sum(_common_prefix(*pair) for pair in zip(found, expected, strict=True))
 
 
 def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
@@ -402,7 +456,7 @@ def _plain(value: Any) -> Any:
     """Dataclasses as tables, with the properties that tell results; tuples as lists."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         table = {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        for name in ("perplexity", "deviation", "matching", "total", "passed"):
+        for name in ("perplexity", "deviation", "matching", "matching_unquantized", "total", "passed"):
             if isinstance(getattr(type(value), name, None), property):
                 table[name] = _plain(getattr(value, name))
         return table
