@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.hf import make_checkpoint
 
 BENCH = Path(__file__).parents[2] / "bench"
@@ -45,3 +47,41 @@ def test_absorption():
     for title in ("Absorption check in float32", "Absorption check in bfloat16"):
         assert title in result.stdout
     assert "FAILED" not in result.stdout
+
+
+def run_on_the_example(program: str, *options: object) -> subprocess.CompletedProcess[str]:
+    example = BENCH.parent / "examples"
+    texts = ("--text", example / "tiny-mla" / "held_out.txt", "--calibration-text", example / "calibration.txt")
+    command = [sys.executable, BENCH / program, example / "tiny-mla", *texts, *options]
+    return subprocess.run([str(item) for item in command], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_cache_perplexity(tmp_path):
+    """Slow: it converts and runs ten networks."""
+    outputs = ("--json", tmp_path / "out.json", "--plot", tmp_path / "out.svg")
+    result = run_on_the_example("cache_perplexity.py", "--max-tokens", 1500, *outputs)
+    assert result.returncode == 0, result.stderr
+    assert "FAILED" not in result.stdout
+    values = json.loads((tmp_path / "out.json").read_text())
+    found = {(item["latent_size"], item["kv_cache_dtype"], item["calibrated"]): item for item in values}
+    assert len(found) == len(values) == 10
+    # The small latents are the same function: only nvfp4 tells them apart, and only uncalibrated.
+    for cache, calibrated in (("bf16", False), ("fp8", False), ("nvfp4", True)):
+        as_trained, small = (found[size, cache, calibrated] for size in (1.0, 2.0**-10))
+        assert small["perplexity"] == pytest.approx(as_trained["perplexity"], rel=1e-3)
+    assert found[2.0**-10, "nvfp4", False]["increase"] > 1
+    assert (tmp_path / "out.svg").read_text().startswith("<?xml")
+
+
+def test_cache_perplexity_refuses_what_is_no_text(tmp_path):
+    result = run_on_the_example("cache_perplexity.py", "--text", tmp_path / "absent.txt")
+    assert result.returncode == 2
+    assert "no such file" in result.stderr
+
+
+def test_scale_objective():
+    result = run_on_the_example("scale_objective.py", "--tokens", 256)
+    assert result.returncode == 0, result.stderr
+    for row in ("fp8", "nvfp4"):
+        assert result.stdout.count(row) == 4

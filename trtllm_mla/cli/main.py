@@ -10,6 +10,7 @@ from rich.text import Text
 from trtllm_mla._version import __version__
 from trtllm_mla.cli.bench import bench
 from trtllm_mla.cli.build import build
+from trtllm_mla.cli.calibrate import calibrate
 from trtllm_mla.cli.console import ERR
 from trtllm_mla.cli.convert import convert
 from trtllm_mla.cli.generate import generate
@@ -45,7 +46,7 @@ def _main(
     pass
 
 
-for command in (inspect, convert, build, validate, generate, roofline):
+for command in (inspect, convert, calibrate, build, validate, generate, roofline):
     app.command()(command)
 app.add_typer(bench, name="bench")
 
