@@ -3,13 +3,16 @@
     python bench/device_check.py --json device.json
     python bench/device_check.py --dry-run          # no GPU: Triton's interpreter, small sizes
 
-Needs this package, PyTorch and Triton. What else is importable is used, and what cannot run is named with the reason:
+Needs PyTorch, Triton, NumPy and ml_dtypes, and runs from a checkout. What else is importable is used, and what cannot
+run is named with the reason:
 
-1. Numerics: every operation, kernel and type, through its real launch plan, against float64. On a GPU plans run twice:
-   by Triton's JIT, and, with ``cuda.core``, by the ahead-of-time cubins through the engine's own launcher. Outputs and
-   workspaces are poisoned with NaN, tensors lie between NaN, unused slots of the cache hold NaN.
-2. Times of LatentAttention and ContextAttention at DeepSeek-V3's sizes, beside the floor (bytes and FLOP by formula
-   over the device's peaks) and torch's ``scaled_dot_product_attention``. What is timed is checked against float64 too.
+1. Numerics: every operation, kernel and pair of types, through its real launch plan, against float64; quantised rows
+   byte for byte against a quantiser of this script. On a GPU plans run twice: launched by Triton, and, with
+   ``cuda.core`` and pydantic, through the engine's own launcher. Outputs and workspaces are poisoned
+   with NaN, tensors lie between NaN, unused slots of the cache hold NaN (0xFF in a quantised one).
+2. Times at DeepSeek-V3's sizes, beside the floor (bytes and FLOP by formula over the device's peaks) and torch's
+   ``scaled_dot_product_attention``: LatentAttention with a bf16, an fp8 and an nvfp4 cache, requests of one length and
+   of 1 to 131072 keys in one batch; ContextAttention; AppendLatent and GatherLatent. What is timed is checked too.
 3. Engines, with TensorRT or TensorRT-RTX: the example checkpoint is built with plugins and natively, validated, timed.
 4. FlashMLA and FlashInfer on the same decode problems.
 
@@ -30,38 +33,36 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from itertools import accumulate, product
+from functools import partial
+from itertools import accumulate, chain, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from threading import Timer
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from rich.console import Console
-from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from trtllm_mla._version import __version__
-from trtllm_mla.benchmark.latency import LatencyOptions, bench_latency
 from trtllm_mla.benchmark.machine import Machine
-from trtllm_mla.config import BackendName, BuildConfig, MlaPluginConfig
+from trtllm_mla.cache_rows import CacheDType, RowLayout
 from trtllm_mla.dtypes import DType
-from trtllm_mla.engine.backend import load_backend
-from trtllm_mla.engine.builder import build
-from trtllm_mla.engine.kernel_compiler import compile_kernels, default_cache_dir
-from trtllm_mla.engine.launcher import POINTER_ALIGNMENT, WARP_SIZE, CudaDriver, Driver, Launcher
+from trtllm_mla.engine.kernel_compiler import compile_variant, default_cache_dir, triton_cache
+from trtllm_mla.engine.launcher import CudaDriver, Driver, Launcher
 from trtllm_mla.errors import UserError
 from trtllm_mla.files import write_json
-from trtllm_mla.network.directory import convert
 from trtllm_mla.ops import OPS
 from trtllm_mla.ops.definition import Attribute, OpDefinition, Problem, split_dim
 from trtllm_mla.ops.interpreter import run_plan
-from trtllm_mla.ops.kernels import jit_kernel
 from trtllm_mla.ops.latent_attention.plan import default_tile
 from trtllm_mla.ops.plan import ITEMSIZES, Argument, KernelVariant, LaunchPlan, ScalarArgument, TensorArgument
 from trtllm_mla.roofline.gpus import GPUS, Gpu
 from trtllm_mla.targets import TARGETS, Target, get_target
-from trtllm_mla.validation.validate import ValidationOptions, validate
+
+if TYPE_CHECKING:
+    from trtllm_mla.config import BackendName, BuildConfig
 
 # Tensors are named after the operations' contracts. In the references: G groups of heads that share keys, R rows
 # (queries), S keys, K and V widths of a key and a value.
@@ -79,13 +80,18 @@ LOG_SUM_EXP_TOLERANCE = 1e-5
 SOFTMAX_SCALE = 192**-0.5 * (0.1 * math.log(40) + 1) ** 2
 BEYOND_EVERY_POOL = 2**31 - 1
 MARGIN = 4096  # elements of NaN before and behind a tensor; a multiple of 16 bytes, which kernels rely on
-FLUSH_BYTES = 512 << 20  # more than any L2 cache, and as much work as hides the launches' time on the host
+# More than any L2 cache; several times over, work that takes the device longer than the launches take the host.
+FLUSH_BYTES, FLUSHES = 512 << 20, 4
 MEMORY_SHARE = 0.8  # of the free memory that one problem may take
 # Shares of the time limit at which a part has to have ended, and the least time to start something with.
-NUMERICS_UNTIL, TIMES_UNTIL = 0.6, 0.85
-COMPILE_UNTIL = 0.35
+COMPILE_UNTIL, NUMERICS_UNTIL = 0.3, 0.55
+TIMES_UNTIL = {"append": 0.58, "gather": 0.61, "decode": 0.78, "context": 0.86}
 CASE_SECONDS, ENGINE_SECONDS = 8.0, 30.0
-HANG_GRACE_SECONDS = 30.0
+# An outer scale that is no power of two, as calibration finds them.
+LATENT_SCALE = 0.37
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E4M3_MAX = 448.0
+HANG_GRACE_SECONDS = 15.0
 
 
 # ------------------------------------------------------------------------------------------------------------ report
@@ -159,10 +165,12 @@ class Timing:
     """Time of one implementation of one problem.
 
     Attributes:
-        part: ``decode`` or ``context``.
+        part: What is timed, a key of ``TITLES``.
         problem: The problem.
+        cache_dtype: The latent cache's type; empty where the operation has none.
         implementation: The implementation.
         ours: Whether it is this package's, so that its error counts.
+        tokens: New tokens of the step.
         milliseconds: Median time.
         work: Its least work.
         floor_ms: Time of that work at the device's peaks, or None where they are unknown.
@@ -171,8 +179,10 @@ class Timing:
 
     part: str
     problem: str
+    cache_dtype: str
     implementation: str
     ours: bool
+    tokens: int
     milliseconds: float
     work: Work
     floor_ms: float | None
@@ -182,6 +192,11 @@ class Timing:
     def passed(self) -> bool:
         """Whether every comparison passed, or none counts."""
         return not self.ours or all(measure.passed for measure in self.measures)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens in a second, of this operation of one layer."""
+        return self.tokens / (self.milliseconds / 1e3)
 
 
 @dataclass(frozen=True)
@@ -231,6 +246,7 @@ class Report:
         skipped: What did not run.
         failures: Checks that could not be made although they should have been.
         seconds: Time taken.
+        doing: What was begun last.
     """
 
     device: str
@@ -243,6 +259,7 @@ class Report:
     skipped: list[Skip] = field(default_factory=list)
     failures: list[Skip] = field(default_factory=list)
     seconds: float = 0.0
+    doing: str = ""
 
     @property
     def passed(self) -> bool:
@@ -263,7 +280,7 @@ class Report:
         for value, result in zip(values["numerics"], self.numerics, strict=True):
             value["passed"] = result.passed
         for value, timing in zip(values["timings"], self.timings, strict=True):
-            value["passed"] = timing.passed
+            value |= {"passed": timing.passed, "tokens_per_second": timing.tokens_per_second}
         plain: dict[str, Any] = _finite(values)
         return plain
 
@@ -332,9 +349,14 @@ WIDE_HEADS = Sizes(6, 448, 64, 192, 256, 128)
 Requests = tuple[tuple[int, int], ...]
 # One token, no token, no key, page edges, several tokens, fewer keys than tokens.
 EDGES: Requests = ((1, 1), (0, 0), (1, 0), (1, 15), (1, 16), (1, 17), (3, 64), (7, 100), (4, 2), (0, 40), (2, 333))
+FEW_KEYS: Requests = ((1, 16), (3, 9), (1, 0), (2, 1))
 RAGGED_DECODE: Requests = ((1, 1), (1, 70), (1, 1000), (1, 0), (1, 333), (1, 4097))
+# From one key to 131072 in one batch.
+ALL_LENGTHS: Requests = tuple((1, 1 << exponent) for exponent in range(18))
 CONTEXT_EDGES: Requests = ((17, 17), (0, 9), (0, 0), (1, 70), (1, 1), (33, 101), (16, 16), (20, 3))
 LONG_CONTEXT: Requests = ((261, 300), (3, 3), (130, 130), (1, 1025))
+# Whose older keys a first pass takes all, half, or none of; see ``older_keys``.
+TWO_PASSES: Requests = ((5, 60), (33, 101), (4, 20), (0, 9), (3, 70), (17, 17), (1, 40), (20, 3))
 
 
 @dataclass(frozen=True)
@@ -351,6 +373,10 @@ class Case:
         interleave: How rotary pairs are laid out.
         multiprocessors: Multiprocessors that the plan counts on, which sets how keys are split; None: the device's.
         wild: Whether slots and entries of the page table that may be anything are.
+        latent_scale: The layer's outer scale of a quantised cache.
+        causal: Whether ContextAttention masks.
+        two_passes: Whether ContextAttention runs twice, over a request's older keys without a mask and over the rest,
+            and the results are merged by their log-sum-exp.
     """
 
     name: str
@@ -358,15 +384,23 @@ class Case:
     sizes: Sizes
     requests: Requests
     model_dtype: DType = DType.BFLOAT16
-    cache_dtype: DType = DType.BFLOAT16
+    cache_dtype: CacheDType = CacheDType.BF16
     interleave: bool = True
     multiprocessors: int | None = None
     wild: bool = True
+    latent_scale: float = 1.0
+    causal: bool = True
+    two_passes: bool = False
 
     @property
     def definition(self) -> OpDefinition:
         """The operation."""
         return OPS[self.op]
+
+    @property
+    def layout(self) -> RowLayout:
+        """A row of the latent cache."""
+        return self.cache_dtype.layout(self.sizes.kv_lora_rank, self.sizes.rope_dim)
 
     def dims(self) -> dict[str, int]:
         """Size of every dimension that the operations' contracts name."""
@@ -374,7 +408,7 @@ class Case:
         used = [-(-length // sizes.page_size) for _, length in self.requests]
         return {
             **asdict(sizes),
-            "width": sizes.kv_lora_rank + sizes.rope_dim,
+            "width": self.layout.width,
             "tokens": sum(count for count, _ in self.requests),
             "keys": sum(length for _, length in self.requests),
             "requests": len(self.requests),
@@ -390,6 +424,8 @@ class Case:
         values: dict[str, Attribute] = {
             "rope_interleave": int(self.interleave),
             "softmax_scale": SOFTMAX_SCALE,
+            "latent_scale": self.latent_scale,
+            "causal": int(self.causal),
             "kv_lora_rank": self.sizes.kv_lora_rank,
             "rope_dim": self.sizes.rope_dim,
         }
@@ -400,83 +436,143 @@ class Case:
         dims = self.dims()
         if self.multiprocessors is not None:
             device = replace(device, multiprocessors=self.multiprocessors)
-        tile_s, num_stages = default_tile(
-            kv_lora_rank=dims["kv_lora_rank"],
-            rope_dim=dims["rope_dim"],
-            model_dtype=self.model_dtype,
-            cache_dtype=self.cache_dtype,
-            target=device,
-        )
-        return Problem(dims, self.attributes(), self.model_dtype, self.cache_dtype, device, tile_s, num_stages)
+        tile = (64, 2)
+        if self.op == "LatentAttention":  # the others have tiles of their own
+            tile = default_tile(
+                kv_lora_rank=dims["kv_lora_rank"],
+                rope_dim=dims["rope_dim"],
+                model_dtype=self.model_dtype,
+                cache_dtype=self.cache_dtype,
+                target=device,
+            )
+        return Problem(dims, self.attributes(), self.model_dtype, self.cache_dtype, device, *tile)
 
     def plan(self, device: Target) -> LaunchPlan:
-        """The launch plan on a device."""
+        """The launch plan on a device.
+
+        Raises:
+            UserError: The device cannot run it.
+        """
         return self.definition.plan(self.problem(device))
 
     def torch_dtype(self, element_type: str) -> torch.dtype:
         """Type of a tensor of the contract."""
-        names = {"model": self.model_dtype.value, "cache": self.cache_dtype.value}
+        names = {"model": self.model_dtype.value, "cache": self.cache_dtype.storage}
         dtype: torch.dtype = getattr(torch, names.get(element_type, element_type))
         return dtype
 
 
 def numeric_cases(*, dry_run: bool) -> list[Case]:
-    """Every operation and type; the most important first."""
-    pairs = sorted(product(DType, DType), key=lambda pair: (pair[0] != pair[1], pair[0] is not DType.BFLOAT16))
+    """Every operation and pair of types; the most important first."""
+    pairs = sorted(product(DType, CacheDType), key=_importance)
     cases = []
-    for index, (model, cache) in enumerate(pairs):
+    for index, (model, cached) in enumerate(pairs):
         for sizes, name in ((DEEPSEEK, "DeepSeek-V3 sizes"), (SMALL, "no powers of two"), (WIDE_HEADS, "wide heads")):
-            if sizes is not SMALL and model != cache:
+            if sizes is not SMALL and _is_mixed(model, cached):
+                continue
+            if sizes is WIDE_HEADS and cached.is_quantized and model is not DType.BFLOAT16:
                 continue
             if dry_run and (sizes is WIDE_HEADS or (sizes is DEEPSEEK and model is not DType.BFLOAT16)):
                 continue
-            interleave = index % 2 == 0
-            append = Case(name, "AppendLatent", sizes, EDGES, model, cache, interleave=interleave)
+            scale = LATENT_SCALE if cached.is_quantized and sizes is SMALL else 1.0
+            append = Case(
+                name, "AppendLatent", sizes, EDGES, model, cached, interleave=index % 2 == 0, latent_scale=scale
+            )
             cases += [append, replace(append, op="GatherLatent")]
-            if model == cache and not dry_run:
-                cases.append(replace(append, interleave=not interleave))
+            if not (dry_run or _is_mixed(model, cached)):
+                cases.append(replace(append, interleave=not append.interleave))
             cases += small_attention_cases(append) if dry_run else attention_cases(append)
     return cases
+
+
+def _is_mixed(model: DType, cached: CacheDType) -> bool:
+    """Whether rows hold values of another type than the network's."""
+    return cached.element not in (None, model)
+
+
+def _importance(pair: tuple[DType, CacheDType]) -> tuple[bool, bool, bool]:
+    model, cached = pair
+    return _is_mixed(model, cached), model is not DType.BFLOAT16, cached.is_quantized
 
 
 def small_attention_cases(base: Case) -> list[Case]:
     """What the interpreter can do in seconds: each kernel, at the sizes and types of ``base``."""
     latent, context = replace(base, op="LatentAttention"), replace(base, op="ContextAttention")
+    own_type = base.cache_dtype.element is base.model_dtype
     if base.sizes is DEEPSEEK:
-        return [
-            replace(latent, sizes=replace(DEEPSEEK, heads=8), requests=((1, 70), (1, 0), (2, 129))),
-            replace(context, sizes=replace(DEEPSEEK, heads=2), requests=((20, 83), (1, 40))),
-        ]
-    if base.model_dtype != base.cache_dtype:
-        return [replace(latent, requests=((1, 40), (2, 17)))]
-    return [*keys_split_and_whole(latent), replace(context, requests=CONTEXT_EDGES)]
+        attention = [replace(latent, sizes=replace(DEEPSEEK, heads=8), requests=((1, 70), (1, 0), (2, 129)))]
+        if own_type:
+            attention.append(replace(context, sizes=replace(DEEPSEEK, heads=2), requests=((20, 83), (1, 40))))
+        return attention
+    if not own_type:
+        pieces = replace(latent, requests=((1, 40), (2, 200)), multiprocessors=1)
+        return [pieces] if _is_mixed(base.model_dtype, base.cache_dtype) else [pieces, keys_whole(latent)]
+    # The interpreter takes as long for a program without work as for one with.
+    split, small, whole = keys_split_and_whole(latent)
+    causal, _, merged = context_cases(replace(context, requests=CONTEXT_EDGES))
+    return [replace(split, multiprocessors=24), small, whole, causal, merged]
 
 
 def attention_cases(base: Case) -> list[Case]:
     """LatentAttention with every row block, keys whole and split; ContextAttention with short and long requests."""
     latent, context = replace(base, op="LatentAttention"), replace(base, op="ContextAttention")
-    if base.model_dtype != base.cache_dtype:
+    model, cached = base.model_dtype, base.cache_dtype
+    if _is_mixed(model, cached):
         return keys_split_and_whole(latent)[:1]
-    cases = [
-        *keys_split_and_whole(latent),
-        replace(context, requests=CONTEXT_EDGES),
-        replace(context, name=f"{base.name}, row blocks", requests=LONG_CONTEXT),
-    ]
-    if base.sizes is DEEPSEEK:
-        # 16, 20 and 128 rows a request take row blocks of 16, 32 and 64 of a 16-bit type, 2 and 5 of 4 and 8 of fp32.
-        for heads in (128, 16, 20, 5, 2):
-            name, sizes = f"{base.name}, {heads} heads, ragged", replace(DEEPSEEK, heads=heads)
-            ragged = replace(latent, name=name, sizes=sizes, requests=RAGGED_DECODE)
-            cases += [ragged, replace(ragged, name=f"{name}, keys whole", multiprocessors=1)]
+    cases = keys_split_and_whole(latent)
+    if cached.element is model:
+        cases += context_cases(replace(context, requests=CONTEXT_EDGES))
+        cases.append(replace(context, name=f"{base.name}, row blocks", requests=LONG_CONTEXT))
+    if base.sizes is not DEEPSEEK:
+        return cases
+    # Row blocks of 16 rows of a 16-bit type up to 16 heads, of 32 up to 32, and of 64; of fp32 4, 8 and 16.
+    heads_of_bf16, heads_of_others = (128, 16, 8, 24, 48, 64, 12, 20, 40, 96), (128, 16, 20, 5, 2)
+    for heads in heads_of_bf16 if model is DType.BFLOAT16 else heads_of_others[: 2 if cached.is_quantized else None]:
+        name, sizes = f"{base.name}, {heads} heads", replace(DEEPSEEK, heads=heads)
+        ragged = replace(latent, name=f"{name}, ragged", sizes=sizes, requests=RAGGED_DECODE)
+        cases.append(ragged)
+        if heads in (128, 16, 5):
+            cases.append(replace(ragged, name=f"{name}, ragged, small device", multiprocessors=1))
+        if model is DType.BFLOAT16 and heads in (128, 16):
+            cases.append(replace(ragged, name=f"{name}, 1 to 131072 keys", requests=ALL_LENGTHS))
     return cases
 
 
+def planned(cases: Sequence[Case], device: Target, skip: Callable[[str, object], None]) -> list[Case]:
+    """The cases that a device can run; the others are skipped with what their plan says."""
+    possible = []
+    for case in cases:
+        try:
+            case.plan(device)
+        except UserError as error:
+            skip(f"{case.op}, {case.name}, {case.model_dtype}/{case.cache_dtype}", error)
+        else:
+            possible.append(case)
+    return possible
+
+
+def context_cases(context: Case) -> list[Case]:
+    """ContextAttention with and without a mask, and both of them over a request's keys in turn."""
+    return [
+        context,
+        replace(context, name=f"{context.name}, no mask", causal=False),
+        replace(context, name=f"{context.name}, two passes merged", requests=TWO_PASSES, two_passes=True),
+    ]
+
+
 def keys_split_and_whole(latent: Case) -> list[Case]:
-    """LatentAttention with the plans of a large and of a tiny device."""
+    """LatentAttention with the plans of a large and of a tiny device, and with a page table too short to split."""
     return [
         replace(latent, name=f"{latent.name}, keys split", multiprocessors=1000),
-        replace(latent, name=f"{latent.name}, keys whole", multiprocessors=1),
+        replace(latent, name=f"{latent.name}, small device", multiprocessors=1),
+        keys_whole(latent),
     ]
+
+
+def keys_whole(latent: Case) -> Case:
+    """LatentAttention with a page table too short to split."""
+    sizes = replace(latent.sizes, page_size=16)
+    return replace(latent, name=f"{latent.name}, keys whole", sizes=sizes, requests=FEW_KEYS, wild=False)
 
 
 # ------------------------------------------------------------------------------------------------------------ inputs
@@ -485,8 +581,8 @@ def keys_split_and_whole(latent: Case) -> list[Case]:
 def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Tensors:
     """Random inputs of a case, as its operation's contract lists them.
 
-    Pages are dealt in random order. Slots without a token hold NaN. Entries of the page table behind a request's last
-    page, and some slots, lie outside the pool where the case is wild.
+    Pages are dealt in random order. Slots without a token are poisoned. Entries of the page table behind a request's
+    last page, and some slots, lie outside the pool where the case is wild.
     """
     dims = case.dims()
     integers = make_integers(case, dims, generator)
@@ -497,13 +593,19 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
         if contract.element_type == "int32":
             inputs[contract.name] = integers[contract.name].to(device)
             continue
-        tensor = torch.empty(shape, dtype=dtype, device=device).normal_()
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        if dtype is torch.int8:
+            fill_with_codes(tensor.view(-1, shape[2]), case.layout)
+        else:
+            tensor.normal_()
         if contract.name == "past_latent":
-            tensor.fill_(math.nan)
+            tensor.fill_(poison_of(dtype))
         elif contract.name == "latent_cache":
             unused = torch.ones(shape[0] * shape[1], dtype=torch.bool, device=device)
             unused[integers["cached_slots"].long().to(device)] = False
-            tensor.view(-1, shape[2])[unused] = math.nan
+            tensor.view(-1, shape[2])[unused] = poison_of(dtype)
+        elif contract.name == "latent" and case.cache_dtype.is_quantized:
+            make_hard_to_quantize(tensor)
         elif contract.name == "rotary_cos_sin":
             angles = torch.rand(shape[0], shape[1] // 2, generator=generator) * 2 * math.pi
             tensor.copy_(torch.cat([angles.cos(), angles.sin()], dim=-1))
@@ -546,6 +648,44 @@ def make_integers(case: Case, dims: dict[str, int], generator: torch.Generator) 
     return {name: value.to(torch.int32) for name, value in values.items()}
 
 
+def fill_with_codes(rows: Tensor, layout: RowLayout) -> None:
+    """Fills quantised rows [n, row_bytes] with every code, scales around those of values near 1, and rotary keys."""
+    count, device = len(rows), rows.device
+    rows.zero_()
+    codes = rows[:, : layout.code_bytes]
+    codes.random_(-128, 127)
+    scales = rows[:, layout.scale_offset :]
+    if layout.dtype is CacheDType.FP8:
+        codes.masked_fill_(codes == -1, 0)  # 0xFF is E4M3's negative NaN; 0x7F was not drawn
+        exponents = torch.randint(-9, -6, (count, layout.num_scales), device=device)
+        scales[:, : 4 * layout.num_scales] = exponents.float().exp2().view(torch.int8)
+    else:
+        scales[:, : layout.num_scales].random_(1, 0x30)  # up to 0.47, numbers below E4M3's normal ones included
+    k_pe = torch.empty(count, layout.rope_dim, dtype=torch.bfloat16, device=device).normal_()
+    rows[:, layout.rope_offset :][:, : 2 * layout.rope_dim] = k_pe.view(torch.int8)
+
+
+def make_hard_to_quantize(latent: Tensor) -> None:
+    """Gives rows all magnitudes, zeros, values halfway between two codes, infinities and NaN."""
+    latent *= torch.randint(-9, 5, (len(latent), 1), device=latent.device).float().exp2().to(latent.dtype)
+    latent[1::5] = 0.0
+    # With a largest value of 6, NVFP4's scale is 1.
+    latent[5::6] = ((latent[5::6] * 64).clamp(-20, 20) / 4).round().clamp(-23, 23) / 4
+    latent[5::6, ::16] = 6.0
+    latent[2::7, 3] = -math.inf
+    latent[4::9, -1] = math.nan
+
+
+def poison_of(dtype: torch.dtype) -> float:
+    """NaN, or the byte 0xFF, which is NaN as a scale and as a rotary key of a quantised row."""
+    return math.nan if dtype.is_floating_point else -1
+
+
+def is_poison(tensor: Tensor) -> Tensor:
+    """Which elements are ``poison_of`` their type."""
+    return tensor.isnan() if tensor.is_floating_point() else tensor == -1
+
+
 def resolve_shape(dims: Sequence[str | int], sizes: dict[str, int]) -> tuple[int, ...]:
     """Shape of a contract's dimensions."""
     parts = [split_dim(dim) for dim in dims]
@@ -553,18 +693,18 @@ def resolve_shape(dims: Sequence[str | int], sizes: dict[str, int]) -> tuple[int
 
 
 class Guarded:
-    """A copy of a floating-point tensor inside a larger allocation whose margins hold NaN."""
+    """A copy of a tensor of floating-point numbers or bytes inside a larger allocation whose margins are poisoned."""
 
     def __init__(self, tensor: Tensor) -> None:
-        size = tensor.numel()
-        self._memory = torch.full((size + 2 * MARGIN,), math.nan, dtype=tensor.dtype, device=tensor.device)
+        size, poison = tensor.numel(), poison_of(tensor.dtype)
+        self._memory = torch.full((size + 2 * MARGIN,), poison, dtype=tensor.dtype, device=tensor.device)
         self.tensor = self._memory[MARGIN : MARGIN + size].view(tensor.shape)
         self.tensor.copy_(tensor)
 
     def overwritten(self) -> int:
-        """Elements of the margins that are NaN no longer."""
+        """Elements of the margins that are poisoned no longer."""
         end = MARGIN + self.tensor.numel()
-        return int((~self._memory[:MARGIN].isnan()).sum() + (~self._memory[end:].isnan()).sum())
+        return int((~is_poison(self._memory[:MARGIN])).sum() + (~is_poison(self._memory[end:])).sum())
 
 
 # -------------------------------------------------------------------------------------------------------- references
@@ -580,34 +720,51 @@ def differing(found: Tensor, expected: Tensor) -> float:
     return float(((found != expected) & ~(found.isnan() & expected.isnan())).sum())
 
 
-def rotate(x: Tensor, position_ids: Tensor, rotary_cos_sin: Tensor, *, interleave: bool) -> Tensor:
-    """Rotates pairs of ``x`` [tokens, ..., rope] in float64: pair i is (2i, 2i + 1) or (i, i + rope / 2)."""
+def rotate(
+    x: Tensor, position_ids: Tensor, rotary_cos_sin: Tensor, *, interleave: bool, dtype: torch.dtype = torch.float64
+) -> Tensor:
+    """Rotates pairs of ``x`` [tokens, ..., rope] in ``dtype``: pair i is (2i, 2i + 1) or (i, i + rope / 2).
+
+    Products and sums are rounded one by one.
+    """
     half = x.shape[-1] // 2
-    angles = rotary_cos_sin.double()[position_ids.long()].view(len(x), *([1] * (x.dim() - 2)), 2 * half)
+    angles = rotary_cos_sin.to(dtype)[position_ids.long()].view(len(x), *([1] * (x.dim() - 2)), 2 * half)
     cos, sin = angles[..., :half], angles[..., half:]
-    pairs = x.double().unflatten(-1, (half, 2) if interleave else (2, half))
+    pairs = x.to(dtype).unflatten(-1, (half, 2) if interleave else (2, half))
     axis = -1 if interleave else -2
     a, b = pairs.unbind(axis)
     return torch.stack([a * cos - b * sin, b * cos + a * sin], dim=axis).flatten(-2)
 
 
 def measure_append(case: Case, inputs: Tensors, outputs: Tensors) -> list[Measure]:
-    """Latents are the input's nearest values, rotary parts within the tolerance, all other rows untouched."""
+    """Rows are the input's nearest values, quantised ones byte for byte; rotated parts within the tolerance.
+
+    A quantised row's rotary key is rotated in fp32 and rounded once, so that its bytes are known too.
+    """
     rank, rows = case.sizes.kv_lora_rank, outputs["present_latent"].flatten(0, 1)
     slots = inputs["slot_mapping"].long()
     kept = (slots >= 0) & (slots < len(rows))
     written = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
     written[slots[kept]] = True
-    angles = {"position_ids": inputs["position_ids"], "rotary_cos_sin": inputs["rotary_cos_sin"]}
-    k_pe = rotate(inputs["k_pe"], **angles, interleave=case.interleave)
-    q_pe = rotate(inputs["q_pe"], **angles, interleave=case.interleave)
-    latent = inputs["latent"][kept].float().to(rows.dtype)
-    found = rows[slots[kept]]
+
+    def rotated(name: str, dtype: torch.dtype = torch.float64) -> Tensor:
+        angles = (inputs["position_ids"], inputs["rotary_cos_sin"])
+        return rotate(inputs[name], *angles, interleave=case.interleave, dtype=dtype)
+
+    found, latent = rows[slots[kept]], inputs["latent"][kept].float()
+    measures = [
+        Measure("q_pe", relative_error(outputs["rotated_q_pe"], rotated("q_pe")), TOLERANCE[case.model_dtype]),
+        Measure("unused slots written", float((~is_poison(rows[~written])).sum()), 0),
+    ]
+    element = case.cache_dtype.element
+    if element is None:
+        k_pe = rotated("k_pe", torch.float32)[kept]
+        expected = quantize(divide(latent, case.latent_scale), k_pe, case.layout)
+        return [Measure("bytes that differ", differing(found, expected), 0), *measures]
     return [
-        Measure("latent rows that differ", differing(found[:, :rank], latent), 0),
-        Measure("k_pe", relative_error(found[:, rank:], k_pe[kept]), TOLERANCE[case.cache_dtype]),
-        Measure("q_pe", relative_error(outputs["rotated_q_pe"], q_pe), TOLERANCE[case.model_dtype]),
-        Measure("unused slots written", float((~rows[~written].isnan()).sum()), 0),
+        Measure("latents that differ", differing(found[:, :rank], latent.to(rows.dtype)), 0),
+        Measure("k_pe", relative_error(found[:, rank:], rotated("k_pe")[kept]), TOLERANCE[element]),
+        *measures,
     ]
 
 
@@ -617,12 +774,100 @@ def measure_gather(case: Case, inputs: Tensors, outputs: Tensors) -> list[Measur
     rows = inputs["latent_cache"].flatten(0, 1)
     inside = (slots >= 0) & (slots < len(rows))
     dtype = outputs["latent"].dtype
-    expected = torch.zeros(len(slots), rows.shape[1], dtype=dtype, device=rows.device)
-    expected[inside] = rows[slots[inside]].float().to(dtype)
+    values = cached_values(rows[slots[inside]], case.layout).float()
+    values[:, :rank] *= case.latent_scale
+    expected = torch.zeros(len(slots), values.shape[1], dtype=dtype, device=rows.device)
+    expected[inside] = values.to(dtype)
     return [
         Measure("latents that differ", differing(outputs["latent"], expected[:, :rank]), 0),
         Measure("k_pe that differ", differing(outputs["k_pe"], expected[:, rank:]), 0),
     ]
+
+
+def divide(tensor: Tensor, divisor: float) -> Tensor:
+    """The quotient, rounded once; torch would multiply a tensor on a GPU by the reciprocal of a number."""
+    return tensor / torch.full_like(tensor, divisor)
+
+
+def quantize(latent: Tensor, k_pe: Tensor, layout: RowLayout) -> Tensor:
+    """Bytes of quantised rows, as ``trtllm_mla.ops.row_codec`` states them.
+
+    Args:
+        latent: fp32 [n, kv_lora_rank], divided by the outer scale.
+        k_pe: fp32 [n, rope_dim], rotated.
+        layout: The cache's row.
+
+    Returns:
+        int8 [n, row_bytes].
+    """
+    blocks = latent.new_zeros(len(latent), layout.num_scales * layout.block_size)
+    blocks[:, : layout.kv_lora_rank] = latent
+    blocks = blocks.unflatten(1, (layout.num_scales, layout.block_size))
+    finite = blocks.isfinite().all(-1)
+    # Nor has a negative zero a sign.
+    blocks = blocks.where(finite[..., None] & (blocks != 0), 0.0)
+    codes, scales = (quantize_fp8 if layout.dtype is CacheDType.FP8 else quantize_nvfp4)(blocks, finite)
+    rows = torch.zeros(len(latent), layout.row_bytes, dtype=torch.int8, device=latent.device)
+    rows[:, : layout.code_bytes] = codes.flatten(1)[:, : layout.code_bytes].view(torch.int8)
+    scale_bytes = scales.view(torch.int8)
+    rows[:, layout.scale_offset :][:, : scale_bytes.shape[1]] = scale_bytes
+    rows[:, layout.rope_offset :][:, : 2 * layout.rope_dim] = k_pe.to(torch.bfloat16).view(torch.int8)
+    return rows
+
+
+def quantize_fp8(blocks_NSB: Tensor, finite_NS: Tensor) -> tuple[Tensor, Tensor]:
+    """E4M3 codes uint8 [N, S, B] and fp32 scales [N, S], the least powers of two from 2^-64 to 2^7 that suffice."""
+    exponents = torch.arange(-64, 8, device=blocks_NSB.device)
+    amax_NS = blocks_NSB.abs().amax(-1).double()
+    index_NS = torch.searchsorted(E4M3_MAX * exponents.double().exp2(), amax_NS).clamp(max=len(exponents) - 1)
+    scale_NS = exponents[index_NS].double().exp2()
+    values_NSB = (blocks_NSB.double() / scale_NS[..., None]).clamp(-E4M3_MAX, E4M3_MAX)
+    codes_NSB = values_NSB.float().to(torch.float8_e4m3fn).view(torch.uint8)
+    return codes_NSB, scale_NS.float().where(finite_NS, math.nan)
+
+
+def quantize_nvfp4(blocks_NSB: Tensor, finite_NS: Tensor) -> tuple[Tensor, Tensor]:
+    """Pairs of E2M1 codes uint8 [N, S, B / 2] and E4M3 scales uint8 [N, S]: the better of amax / 6 and amax / 4."""
+    magnitudes_NSB = blocks_NSB.abs()
+    amax_NS = magnitudes_NSB.amax(-1)
+    candidates = []
+    for divisor in (6.0, 4.0):
+        scale_NS = divide(amax_NS, divisor).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
+        factor_NS1 = scale_NS.float()[..., None]
+        quotients = (magnitudes_NSB.double() / factor_NS1.double()).where(factor_NS1 > 0, 0.0).clamp(max=6.0)
+        # Steps between E2M1 numbers; an even multiple of a step has an even code.
+        steps = 0.5 * (1 + (quotients >= 2).double() + 2 * (quotients >= 4).double())
+        values_NSB = ((quotients / steps).round() * steps).float()
+        errors = (values_NSB * factor_NS1 - magnitudes_NSB).square()
+        while errors.shape[-1] > 1:
+            lower, upper = errors.tensor_split(2, dim=-1)
+            errors = lower + upper
+        candidates.append((values_NSB, scale_NS.view(torch.uint8), errors[..., 0]))
+    (values_6, scale_6, error_6), (values_4, scale_4, error_4) = candidates
+    finer_NS = error_4 < error_6
+    table = torch.tensor(E2M1_VALUES, device=blocks_NSB.device)
+    codes_NSB = torch.searchsorted(table, values_4.where(finer_NS[..., None], values_6)) + 8 * (blocks_NSB < 0)
+    pairs = codes_NSB[..., 0::2] + 16 * codes_NSB[..., 1::2]
+    return pairs.to(torch.uint8), scale_4.where(finer_NS, scale_6).masked_fill(~finite_NS, 0x7F)
+
+
+def cached_values(rows: Tensor, layout: RowLayout) -> Tensor:
+    """Values [n, kv_lora_rank + rope_dim] of pool rows, before the outer scale; of quantised ones float64."""
+    if not layout.dtype.is_quantized:
+        return rows
+    rows = rows.contiguous()
+    codes = rows[:, : layout.code_bytes].contiguous().view(torch.uint8)
+    scale_bytes = rows[:, layout.scale_offset : layout.rope_offset].contiguous()
+    if layout.dtype is CacheDType.FP8:
+        values = codes.view(torch.float8_e4m3fn).float().double()
+        scales = scale_bytes.view(torch.float32)[:, : layout.num_scales]
+    else:
+        table = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], device=rows.device)
+        values = table[torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1).long()].double()
+        scales = scale_bytes.view(torch.float8_e4m3fn)[:, : layout.num_scales]
+    factors = scales.float().double().repeat_interleave(layout.block_size, dim=1)[:, : layout.kv_lora_rank]
+    k_pe = rows[:, layout.rope_offset :][:, : 2 * layout.rope_dim].contiguous().view(torch.bfloat16)
+    return torch.cat([values[:, : layout.kv_lora_rank] * factors, k_pe.double()], dim=1)
 
 
 def attend(q_GRK: Tensor, k_GSK: Tensor, v_GSV: Tensor, visible_R: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -666,12 +911,16 @@ def expect_latent(case: Case, inputs: Tensors, which: Sequence[int], last: int) 
         rows = min(count, last)
         end = offsets[request + 1]
         pages = inputs["block_offsets"][request, : -(-length // page_size)].long()
-        k_SK = inputs["latent_cache"][pages].flatten(0, 1)[:length].to(inputs["q_latent"].dtype)
+        k_SK = cached_values(inputs["latent_cache"][pages].flatten(0, 1)[:length], case.layout)
         tokens = slice(end - rows, end)
-        q_RK = torch.cat([inputs["q_latent"][tokens], inputs["q_pe"][tokens]], dim=-1).flatten(0, 1)
+        # A quantised cache's outer scale is on the query, rounded to the network's type, and on the output.
+        q_latent = (inputs["q_latent"][tokens].float() * case.latent_scale).to(inputs["q_latent"].dtype)
+        q_RK = torch.cat([q_latent, inputs["q_pe"][tokens]], dim=-1).flatten(0, 1)
+        k_SK = k_SK.to(q_RK.dtype)
         visible = (torch.arange(length - rows + 1, length + 1, device=q_RK.device)).repeat_interleave(heads)
         output, log_sum_exp = attend(q_RK[None], k_SK[None], k_SK[None, :, :rank], visible, SOFTMAX_SCALE)
-        yield Expected(tokens, output.view(rows, heads, rank), log_sum_exp.view(rows, heads))
+        output = output.view(rows, heads, rank) * case.latent_scale
+        yield Expected(tokens, output, log_sum_exp.view(rows, heads))
 
 
 def expect_context(case: Case, inputs: Tensors, which: Sequence[int], last: int) -> Iterator[Expected]:
@@ -686,6 +935,8 @@ def expect_context(case: Case, inputs: Tensors, which: Sequence[int], last: int)
         k_pe = inputs["k_pe"][keys, None].expand(-1, case.sizes.heads, -1)
         k = torch.cat([inputs["k_nope"][keys], k_pe], dim=-1).transpose(0, 1)
         visible = torch.arange(length - rows + 1, length + 1, device=q.device)
+        if not case.causal:
+            visible = torch.full_like(visible, length)
         output, log_sum_exp = attend(q, k, inputs["v"][keys].transpose(0, 1), visible, SOFTMAX_SCALE)
         yield Expected(tokens, output.transpose(0, 1), log_sum_exp.transpose(0, 1))
 
@@ -760,10 +1011,18 @@ class InterpreterRunner:
         return lambda: run_plan(plan, tensors)
 
 
-class JitRunner:
-    """Triton's JIT, on GPU tensors."""
+class TritonRunner:
+    """The same machine code, loaded and launched by Triton, on GPU tensors.
 
-    name = "Triton JIT"
+    Args:
+        target: The GPU.
+    """
+
+    name = "Triton"
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._kernels: dict[KernelVariant, Any] = {}
 
     def prepare(self, plan: LaunchPlan, tensors: Tensors) -> Call:
         """See ``Runner.prepare``."""
@@ -771,29 +1030,22 @@ class JitRunner:
         launches = []
         for launch in plan.launches:
             variant = launch.variant
-            names = [name for name, _ in variant.signature]
-            values = [jit_argument(argument, tensors, workspace) for argument in launch.arguments]
-            keywords = {**dict(zip(names, values, strict=True)), **dict(variant.constants), "INTERPRET": False}
-            keywords |= {"num_warps": variant.num_warps, "num_stages": variant.num_stages, "enable_fp_fusion": True}
-            launches.append((unspecialized(variant)[launch.grid], keywords))
+            if variant not in self._kernels:
+                with triton_cache(default_cache_dir()):
+                    self._kernels[variant] = compile_variant(variant, self._target)
+            constants = [*(value for _, value in variant.constants), False]
+            arguments = [triton_argument(argument, tensors, workspace) for argument in launch.arguments]
+            launches.append((self._kernels[variant][launch.grid], [*arguments, *constants]))
 
         def call() -> None:
-            for kernel, keywords in launches:
-                kernel(**keywords)
+            for kernel, arguments in launches:
+                kernel(*arguments)
 
         return call
 
 
-def unspecialized(variant: KernelVariant) -> Any:
-    """The variant's kernel, compiled for all values of its numbers as the ahead-of-time compiler does."""
-    import triton
-
-    numbers = [name for name, kind in variant.signature if not kind.startswith("*")]
-    return triton.jit(jit_kernel(variant.op, variant.kernel).fn, do_not_specialize=numbers)
-
-
-def jit_argument(argument: Argument, tensors: Tensors, workspace: Tensor) -> Tensor | int | float:
-    """What a launch passes, as Triton's JIT takes it."""
+def triton_argument(argument: Argument, tensors: Tensors, workspace: Tensor) -> Tensor | int | float:
+    """What a launch passes, as Triton takes it."""
     if isinstance(argument, ScalarArgument):
         return argument.value
     if isinstance(argument, TensorArgument):
@@ -803,7 +1055,7 @@ def jit_argument(argument: Argument, tensors: Tensors, workspace: Tensor) -> Ten
 
 
 class CubinRunner:
-    """Ahead-of-time cubins, loaded and launched as an engine's plugins do.
+    """Ahead-of-time cubins, loaded and launched as an engine's plugins do; needs pydantic.
 
     Args:
         driver: The GPU.
@@ -817,6 +1069,8 @@ class CubinRunner:
 
     def prepare(self, plan: LaunchPlan, tensors: Tensors) -> Call:
         """See ``Runner.prepare``."""
+        from trtllm_mla.engine.kernel_compiler import compile_kernels
+
         if not plan.launches:
             return lambda: None
         self._count += 1
@@ -839,33 +1093,13 @@ def poisoned_workspace(plan: LaunchPlan, device: torch.device) -> Tensor:
 
 
 def compile_one(job: tuple[KernelVariant, Target]) -> None:
-    """Compiles a kernel into the cache, for the engine's launcher and for Triton's JIT.
-
-    It is the same source to both, but the JIT's key also lists the compile-time parameters among the attributes.
-    """
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    variant, target = job
-    with TemporaryDirectory() as directory:
-        compile_kernels([job], Path(directory))
-    constants: dict[str, Any] = {**dict(variant.constants), "INTERPRET": False}
-    signature = {**dict(variant.signature), **dict.fromkeys(constants, "constexpr")}
-    attributes: dict[tuple[int], list[list[str | int]]] = {
-        (index,): [["tt.divisibility", POINTER_ALIGNMENT]] if kind.startswith("*") else []
-        for index, kind in enumerate(signature.values())
-        if kind.startswith("*") or kind == "constexpr"
-    }
-    triton.compile(
-        ASTSource(unspecialized(variant), signature, constants, attributes),
-        target=GPUTarget("cuda", target.compute_capability, WARP_SIZE),
-        options={"num_warps": variant.num_warps, "num_stages": variant.num_stages, "enable_fp_fusion": True},
-    )
+    """Compiles a kernel into the cache, where all runners find it."""
+    with triton_cache(default_cache_dir()):
+        compile_variant(*job)
 
 
 def compile_in_parallel(cases: Sequence[Case], target: Target, budget: Budget) -> str:
-    """Fills the cache of compiled kernels on all cores; both runners read it. Returns what was done, in words."""
+    """Fills the cache of compiled kernels on all cores; the runners read it. Returns what was done, in words."""
     variants = {launch.variant: None for case in cases for launch in case.plan(target).launches}
     workers = max(1, min(len(variants), len(os.sched_getaffinity(0))))
     pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
@@ -873,7 +1107,11 @@ def compile_in_parallel(cases: Sequence[Case], target: Target, budget: Budget) -
     done, _ = wait(futures, timeout=max(budget.left(COMPILE_UNTIL), 0))
     # What could not be compiled is tried again, and reported, where it is needed.
     pool.shutdown(wait=False, cancel_futures=True)
-    return f"{len(done)} of {len(variants)} kernels compiled on {workers} cores by second {budget.used():.0f}"
+    failed = sum(future.exception() is not None for future in done)
+    return (
+        f"{len(done) - failed} of {len(variants)} kernels compiled on {workers} cores by second {budget.used():.0f}, "
+        f"{failed} failed"
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ environment
@@ -919,6 +1157,14 @@ class Environment:
         if not self.dry_run:
             torch.cuda.synchronize()
 
+    def works(self) -> bool:
+        """Whether the device still takes work: after an invalid access of memory, for one, no call succeeds."""
+        try:
+            self.synchronize()
+        except RuntimeError:
+            return False
+        return True
+
     def free_bytes(self) -> int:
         """Memory that a problem may take."""
         if self.dry_run:
@@ -940,7 +1186,8 @@ class Environment:
         begin = time.monotonic()
         while len(samples) < 20 and (len(samples) < 3 or time.monotonic() - begin < 0.5):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            flush.zero_()
+            for _ in range(FLUSHES):
+                flush.zero_()
             start.record()
             call()
             end.record()
@@ -979,8 +1226,6 @@ def gpu_environment(seed: int, directory: Path, report_skip: Callable[[str, obje
         raise UserError(f"{properties.name} is of generation {name}; expected one of {', '.join(TARGETS)}.")
     target = replace(TARGETS[name], multiprocessors=properties.multi_processor_count)
     torch.cuda.manual_seed(seed)
-    # Kernels that the ahead-of-time compiler has made are the JIT's too.
-    os.environ.setdefault("TRITON_CACHE_DIR", str(default_cache_dir()))
     environment = Environment(
         device=torch.device("cuda", 0),
         target=target,
@@ -991,20 +1236,21 @@ def gpu_environment(seed: int, directory: Path, report_skip: Callable[[str, obje
         dry_run=False,
     )
     makers: tuple[tuple[str, Callable[[], Runner]], ...] = (
-        (JitRunner.name, JitRunner),
+        (TritonRunner.name, lambda: TritonRunner(target)),
         (CubinRunner.name, lambda: CubinRunner(CudaDriver(), directory)),
     )
-    runners = []
+    runners, reasons = [], []
     for label, make in makers:
         try:
             runner = make()
             check_case(Case("probe", "GatherLatent", SMALL, ((1, 20),)), runner, environment)
         except Exception as error:  # Whatever keeps a runner from working, the other may work.
             report_skip(label, error)
+            reasons.append(f"{label}: {type(error).__name__}: {error}")
         else:
             runners.append(runner)
     if not runners:
-        raise UserError("Kernels can be launched neither by Triton's JIT nor through cuda.core.")
+        raise UserError(f"Kernels cannot be launched. {'; '.join(reasons)}")
     # The engine's own way of launching is the one to time.
     return replace(environment, runners=tuple(reversed(runners)))
 
@@ -1038,15 +1284,14 @@ def find_peaks(environment: Environment) -> Peaks | None:
 # ------------------------------------------------------------------------------------------------ part 1: numerics
 
 
-def run_case(case: Case, runner: Runner, environment: Environment) -> tuple[Tensors, Tensors, Measure]:
-    """Runs a case between guards.
+def run_case(case: Case, inputs: Tensors, runner: Runner, environment: Environment) -> tuple[Tensors, int]:
+    """Runs a case between guards; ``inputs`` stay as they are.
 
     Returns:
-        Its inputs as they were, its outputs, and whether anything was written outside of them.
+        Its outputs, and how many elements outside of them were written.
     """
     definition, dims = case.definition, case.dims()
-    inputs = make_inputs(case, environment.device, environment.generator)
-    guards = {name: Guarded(value) for name, value in inputs.items() if value.is_floating_point()}
+    guards = {name: Guarded(value) for name, value in inputs.items() if value.dtype is not torch.int32}
     tensors = inputs | {name: guard.tensor for name, guard in guards.items()}
     for index, output in enumerate(definition.outputs):
         if index in definition.aliases:
@@ -1057,14 +1302,60 @@ def run_case(case: Case, runner: Runner, environment: Environment) -> tuple[Tens
         tensors[output.name] = guards[output.name].tensor
     runner.prepare(case.plan(environment.target), tensors)()
     environment.synchronize()
-    overwritten = float(sum(guard.overwritten() for guard in guards.values()))
     outputs = {output.name: tensors[output.name] for output in definition.outputs}
-    return inputs, outputs, Measure("elements written outside", overwritten, 0)
+    return outputs, sum(guard.overwritten() for guard in guards.values())
+
+
+def run_two_passes(case: Case, inputs: Tensors, runner: Runner, environment: Environment) -> tuple[Tensors, int]:
+    """ContextAttention as a long history takes it: the older keys without a mask, the rest causally, then a merge.
+
+    The first pass has no key of some requests, so that an empty pass is merged too. Returns what ``run_case`` does.
+    """
+    older = older_keys(case.requests)
+    lengths = [length for _, length in case.requests]
+    key_ends = list(accumulate(lengths))
+    passes: list[Tensors] = []
+    overwritten = 0
+    for causal, begins, counts in (
+        (False, [0] * len(older), older),
+        (True, older, [length - count for length, count in zip(lengths, older, strict=True)]),
+    ):
+        part = replace(
+            case,
+            two_passes=False,
+            causal=causal,
+            requests=tuple((queries, count) for (queries, _), count in zip(case.requests, counts, strict=True)),
+        )
+        rows = [
+            torch.arange(end - length + begin, end - length + begin + count, device=environment.device)
+            for end, length, begin, count in zip(key_ends, lengths, begins, counts, strict=True)
+        ]
+        keys = torch.cat(rows)
+        integers = make_integers(part, part.dims(), environment.generator)
+        part_inputs = {**inputs, **{name: inputs[name][keys] for name in ("k_nope", "k_pe", "v")}}
+        part_inputs |= {name: integers[name].to(environment.device) for name in ("key_offsets", "key_index")}
+        outputs, outside = run_case(part, part_inputs, runner, environment)
+        passes.append(outputs)
+        overwritten += outside
+    log_sum_exp = torch.logaddexp(passes[0]["log_sum_exp"].double(), passes[1]["log_sum_exp"].double())
+    shift = log_sum_exp.masked_fill(log_sum_exp.isneginf(), 0.0)
+    weighted = [one["output"].double() * (one["log_sum_exp"].double() - shift).exp()[..., None] for one in passes]
+    return {"output": weighted[0] + weighted[1], "log_sum_exp": log_sum_exp}, overwritten
+
+
+def older_keys(requests: Requests) -> list[int]:
+    """How many keys the first of two passes takes: in turn all, half or none of those older than the new tokens."""
+    return [
+        max(0, length - count) * (2 - index % 3) // 2 if count else length
+        for index, (count, length) in enumerate(requests)
+    ]
 
 
 def check_case(case: Case, runner: Runner, environment: Environment) -> NumericResult:
     """Runs a case and compares it with float64."""
-    inputs, outputs, guard = run_case(case, runner, environment)
+    inputs = make_inputs(case, environment.device, environment.generator)
+    outputs, overwritten = (run_two_passes if case.two_passes else run_case)(case, inputs, runner, environment)
+    guard = Measure("elements written outside", float(overwritten), 0)
     kernels = tuple(dict.fromkeys(launch.variant.kernel for launch in case.plan(environment.target).launches))
     measures = (*measure(case, inputs, outputs), guard)
     return NumericResult(case.name, case.op, case.model_dtype, case.cache_dtype, runner.name, kernels, tuple(measures))
@@ -1077,6 +1368,7 @@ def check_numerics(cases: Sequence[Case], environment: Environment, report: Repo
         if not budget.allows(CASE_SECONDS, NUMERICS_UNTIL):
             report.skip(f"numerics: {label}", "time limit")
             continue
+        report.doing = label
         try:
             result = check_case(case, runner, environment)
         except Exception as error:  # A kernel that does not compile or crashes is a finding, and others may work.
@@ -1084,6 +1376,9 @@ def check_numerics(cases: Sequence[Case], environment: Environment, report: Repo
             names = (case.name, case.op, case.model_dtype.value, case.cache_dtype.value, runner.name)
             result = NumericResult(*names, (), (), problem)
         report.numerics.append(result)
+        if result.problem is not None and not environment.works():
+            report.skip("numerics: what follows", f"the GPU takes no work since: {label}")
+            break
     for runner in environment.runners:
         seen = {
             (result.op, name) for result in report.numerics if result.runner == runner.name for name in result.kernels
@@ -1094,7 +1389,7 @@ def check_numerics(cases: Sequence[Case], environment: Environment, report: Repo
 
 def planned_kernels(target: Target) -> set[tuple[str, str]]:
     """Every operation's kernels, by what its plans can launch."""
-    probes = [Case("", op, SMALL, EDGES) for op in OPS]
+    probes = [Case("", op, SMALL, EDGES, cache_dtype=cached) for op, cached in product(OPS, CacheDType)]
     return {(case.op, variant.kernel) for case in probes for variant in case.definition.variants(case.problem(target))}
 
 
@@ -1112,35 +1407,45 @@ class Timed:
     Attributes:
         call: Runs it.
         work: Its least work.
-        output: Its output [tokens, heads, width], valid after a call; None where it is not the problem's.
-        log_sum_exp: Its log-sum-exp [tokens, heads] if it is this package's.
+        outputs: Those of its outputs that can be compared, by the names of the operation's contract, valid after a
+            call; none where they are not the problem's.
     """
 
     call: Call
     work: Work
-    output: Callable[[], Tensor] | None = None
-    log_sum_exp: Callable[[], Tensor] | None = None
+    outputs: Callable[[], Tensors] = dict
 
 
 Implementation = Callable[[Case, Tensors, Environment], Timed]
 
 
 def time_cases(part: str, cases: Sequence[Case], environment: Environment, report: Report, budget: Budget) -> None:
-    """Times every implementation of the part on every case."""
-    implementations = DECODE if part == "decode" else CONTEXT
+    """Times every implementation of the part on every case; other packages' on caches of the network's type."""
     missing: set[str] = set()
     for case in cases:
-        if not budget.allows(CASE_SECONDS, TIMES_UNTIL):
-            report.skip(f"times: {part}, {case.name}", "time limit")
+        label = f"times: {part}, {case.name}, {case.cache_dtype}"
+        if not budget.allows(CASE_SECONDS, TIMES_UNTIL[part]):
+            report.skip(label, "time limit")
             continue
-        needed = sum(math.prod(resolve_shape(t.dims, case.dims())) for t in case.definition.inputs) * 2
+        needed = input_bytes(case)
         if needed > environment.free_bytes():
-            report.skip(f"times: {part}, {case.name}", f"inputs take {needed / 2**30:.1f} GiB, more than is free")
+            report.skip(label, f"inputs take {needed / 2**30:.1f} GiB, more than is free")
             continue
         inputs = make_inputs(case, environment.device, environment.generator)
-        for name, make in implementations.items():
-            if name not in missing and not time_one(part, name, make, case, inputs, environment, report):
+        for name, make in IMPLEMENTATIONS[part].items():
+            if name in missing or (name != OURS and case.cache_dtype.is_quantized):
+                continue
+            if not time_one(part, name, make, case, inputs, environment, report):
                 missing.add(name)
+
+
+def input_bytes(case: Case) -> int:
+    """Memory that a case's inputs take."""
+    dims = case.dims()
+    return sum(
+        math.prod(resolve_shape(tensor.dims, dims)) * case.torch_dtype(tensor.element_type).itemsize
+        for tensor in case.definition.inputs
+    )
 
 
 def time_one(
@@ -1155,6 +1460,7 @@ def time_one(
     """Times and checks one implementation on one case; False where it is not installed."""
     ours = name == OURS
     label = f"{case.definition.name}, {environment.runners[0].name}" if ours else name
+    report.doing = f"{part}, {case.name}, {case.cache_dtype}: {label}"
     try:
         timed = make(case, inputs, environment)
         milliseconds = environment.median_ms(timed.call)
@@ -1169,18 +1475,32 @@ def time_one(
         else:
             report.skip(f"{part}, {case.name}: {label}", error)
         return True
-    floor = floor_ms(timed.work, report.peaks)
-    report.timings.append(Timing(part, case.name, label, ours, milliseconds, timed.work, floor, tuple(measures)))
+    report.timings.append(
+        Timing(
+            part,
+            case.name,
+            "" if case.op == "ContextAttention" else case.cache_dtype,
+            label,
+            ours,
+            case.dims()["keys" if case.op == "GatherLatent" else "tokens"],
+            milliseconds,
+            timed.work,
+            floor_ms(timed.work, report.peaks),
+            tuple(measures),
+        )
+    )
     return True
 
 
 def measure_timed(case: Case, inputs: Tensors, timed: Timed) -> list[Measure]:
-    """Compares the last tokens of the first and the last request, enough for large problems, with float64."""
-    if timed.output is None:
+    """Compares with float64; of attention the last tokens of the first and last request, enough for large problems."""
+    outputs = timed.outputs()
+    if not outputs:
         return []
-    log_sum_exp = timed.log_sum_exp() if timed.log_sum_exp else None
+    if case.op not in EXPECT:
+        return measure(case, inputs, outputs)
     which = sorted({0, len(case.requests) - 1})
-    return measure_attention(case, inputs, timed.output(), log_sum_exp, which=which, last=16)
+    return measure_attention(case, inputs, outputs["output"], outputs.get("log_sum_exp"), which=which, last=16)
 
 
 def floor_ms(work: Work, peaks: Peaks | None) -> float | None:
@@ -1192,16 +1512,35 @@ def floor_ms(work: Work, peaks: Peaks | None) -> float | None:
 
 def visible_pairs(case: Case) -> int:
     """Pairs of a new token and a key that it sees."""
+    if not case.causal:
+        return sum(count * length for count, length in case.requests)
     return sum(max(0, length - count + index + 1) for count, length in case.requests for index in range(count))
 
 
 def latent_work(case: Case) -> Work:
     """Absorbed attention: each cached row once, queries, outputs; 2 (width + kv_lora_rank) FLOP a pair and head."""
     sizes, dims = case.sizes, case.dims()
-    width = dims["width"]
-    elements = dims["keys"] * width + dims["tokens"] * sizes.heads * (width + sizes.kv_lora_rank)
+    width = sizes.kv_lora_rank + sizes.rope_dim
+    elements = dims["tokens"] * sizes.heads * (width + sizes.kv_lora_rank)
     flop = visible_pairs(case) * sizes.heads * 2 * (width + sizes.kv_lora_rank)
-    return Work(elements * case.model_dtype.itemsize, flop)
+    return Work(dims["keys"] * case.layout.row_bytes + elements * case.model_dtype.itemsize, flop)
+
+
+def append_work(case: Case) -> Work:
+    """AppendLatent: latents and rotary parts once, each written row once; 6 FLOP a rotated pair, codes not counted."""
+    sizes, tokens = case.sizes, case.dims()["tokens"]
+    elements = sizes.kv_lora_rank + sizes.rope_dim * (1 + 2 * sizes.heads)
+    num_bytes = tokens * (elements * case.model_dtype.itemsize + case.layout.row_bytes)
+    return Work(num_bytes, tokens * 3 * sizes.rope_dim * (1 + sizes.heads))
+
+
+def gather_work(case: Case) -> Work:
+    """GatherLatent: each row once, and its values; one product an element of a quantised latent."""
+    sizes, keys = case.sizes, case.dims()["keys"]
+    values = (sizes.kv_lora_rank + sizes.rope_dim) * case.model_dtype.itemsize
+    return Work(
+        keys * (case.layout.row_bytes + values), keys * sizes.kv_lora_rank if case.cache_dtype.is_quantized else 0
+    )
 
 
 def decompressed_work(case: Case, *, shared_rope: bool) -> Work:
@@ -1217,23 +1556,41 @@ def decompressed_work(case: Case, *, shared_rope: bool) -> Work:
 
 def prepare_ours(case: Case, inputs: Tensors, environment: Environment) -> Timed:
     """This package's operation, by the first runner."""
-    outputs = {
-        output.name: torch.full(
-            resolve_shape(output.dims, case.dims()),
-            math.nan,
-            dtype=case.torch_dtype(output.element_type),
-            device=environment.device,
-        )
-        for output in case.definition.outputs
-    }
+    definition = case.definition
+    outputs: Tensors = {}
+    for index, output in enumerate(definition.outputs):
+        if index in definition.aliases:
+            outputs[output.name] = inputs[definition.inputs[definition.aliases[index]].name]
+            continue
+        shape, dtype = resolve_shape(output.dims, case.dims()), case.torch_dtype(output.element_type)
+        outputs[output.name] = torch.full(shape, math.nan, dtype=dtype, device=environment.device)
     call = environment.runners[0].prepare(case.plan(environment.target), inputs | outputs)
-    work = latent_work(case) if case.op == "LatentAttention" else decompressed_work(case, shared_rope=True)
-    return Timed(call, work, lambda: outputs["output"], lambda: outputs["log_sum_exp"])
+    return Timed(call, WORK[case.op](case), lambda: outputs)
+
+
+WORK: dict[str, Callable[[Case], Work]] = {
+    "AppendLatent": append_work,
+    "GatherLatent": gather_work,
+    "LatentAttention": latent_work,
+    "ContextAttention": lambda case: decompressed_work(case, shared_rope=True),
+}
+
+
+def one_length(case: Case) -> int:
+    """The length of all requests.
+
+    Raises:
+        ValueError: They differ.
+    """
+    lengths = {length for _, length in case.requests}
+    if len(lengths) > 1:
+        raise ValueError("takes requests of one length")
+    return lengths.pop()
 
 
 def contiguous_rows(case: Case, inputs: Tensors) -> Tensor:
     """Cached rows [requests, length, width] of requests of one length, out of their pages."""
-    length = case.requests[0][1]
+    length = one_length(case)
     pages = inputs["block_offsets"][:, : -(-length // case.sizes.page_size)].long()
     return inputs["latent_cache"][pages].flatten(1, 2)[:, :length].contiguous()
 
@@ -1249,7 +1606,7 @@ def prepare_sdpa_latent(case: Case, inputs: Tensors, environment: Environment) -
     def call() -> None:
         results["output"] = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=SOFTMAX_SCALE)
 
-    return Timed(call, latent_work(case), lambda: results["output"][:, 0])
+    return Timed(call, latent_work(case), lambda: {"output": results["output"][:, 0]})
 
 
 def prepare_sdpa_decompressed(case: Case, inputs: Tensors, environment: Environment) -> Timed:
@@ -1258,7 +1615,7 @@ def prepare_sdpa_decompressed(case: Case, inputs: Tensors, environment: Environm
     Keys and values are random; the result is that of another problem, and compared with nothing.
     """
     sizes, count = case.sizes, len(case.requests)
-    length, head = case.requests[0][1], sizes.nope_dim + sizes.rope_dim
+    length, head = one_length(case), sizes.nope_dim + sizes.rope_dim
     work = decompressed_work(case, shared_rope=False)
     if work.num_bytes > environment.free_bytes():
         raise ValueError(f"decompressed keys take {work.num_bytes / 2**30:.0f} GiB, more than is free")
@@ -1285,14 +1642,16 @@ def prepare_sdpa_context(case: Case, inputs: Tensors, environment: Environment) 
     q = by_request(torch.cat([inputs["q_nope"], inputs["q_pe"]], dim=-1))
     k = by_request(torch.cat([inputs["k_nope"], inputs["k_pe"][:, None].expand(-1, sizes.heads, -1)], dim=-1))
     v = by_request(inputs["v"])
-    mask: dict[str, Any] = {"is_causal": True} if count == length else {"attn_mask": causal_lower_right(count, length)}
+    mask: dict[str, Any] = {"is_causal": case.causal}
+    if case.causal and count != length:
+        mask = {"attn_mask": causal_lower_right(count, length)}
     results: Tensors = {}
 
     def call() -> None:
         results["output"] = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=SOFTMAX_SCALE, **mask)
 
     work = decompressed_work(case, shared_rope=False)
-    return Timed(call, work, lambda: results["output"].transpose(1, 2).flatten(0, 1))
+    return Timed(call, work, lambda: {"output": results["output"].transpose(1, 2).flatten(0, 1)})
 
 
 def prepare_flash_mla(case: Case, inputs: Tensors, environment: Environment) -> Timed:
@@ -1320,7 +1679,7 @@ def prepare_flash_mla(case: Case, inputs: Tensors, environment: Environment) -> 
             causal=True,
         )
 
-    return Timed(call, latent_work(case), lambda: results["output"][:, 0])
+    return Timed(call, latent_work(case), lambda: {"output": results["output"][:, 0]})
 
 
 def prepare_flashinfer(case: Case, inputs: Tensors, environment: Environment) -> Timed:
@@ -1353,7 +1712,7 @@ def prepare_flashinfer(case: Case, inputs: Tensors, environment: Environment) ->
     def call() -> None:
         results["output"] = wrapper.run(inputs["q_latent"], inputs["q_pe"], latent, k_pe, return_lse=False)
 
-    return Timed(call, latent_work(case), lambda: results["output"])
+    return Timed(call, latent_work(case), lambda: results)
 
 
 def import_peer(module: str, names: Sequence[str]) -> Any:
@@ -1372,48 +1731,71 @@ def import_peer(module: str, names: Sequence[str]) -> Any:
     return package
 
 
-DECODE: dict[str, Implementation] = {
-    OURS: prepare_ours,
-    "torch SDPA, latent as one head": prepare_sdpa_latent,
-    "torch SDPA, decompressed": prepare_sdpa_decompressed,
-    "FlashMLA": prepare_flash_mla,
-    "FlashInfer": prepare_flashinfer,
+IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
+    "append": {OURS: prepare_ours},
+    "gather": {OURS: prepare_ours},
+    "decode": {
+        OURS: prepare_ours,
+        "torch SDPA, latent as one head": prepare_sdpa_latent,
+        "torch SDPA, decompressed": prepare_sdpa_decompressed,
+        "FlashMLA": prepare_flash_mla,
+        "FlashInfer": prepare_flashinfer,
+    },
+    "context": {OURS: prepare_ours, "torch SDPA": prepare_sdpa_context},
 }
-CONTEXT: dict[str, Implementation] = {OURS: prepare_ours, "torch SDPA": prepare_sdpa_context}
 
 
-def decode_cases(*, dry_run: bool) -> list[Case]:
-    """Decode steps: batch sizes, context lengths, local heads."""
-    if dry_run:
-        sizes = replace(SMALL, page_size=16)
-        return [Case("2 x 50 keys, 5 heads", "LatentAttention", sizes, ((1, 50),) * 2, wild=False)]
+def timing_cases(part: str, *, dry_run: bool) -> list[Case]:
+    """Problems of a part; a problem of each kind first, in case that time runs out."""
+    if part == "context":
+        return context_timing_cases(dry_run=dry_run)
+    op = {"append": "AppendLatent", "gather": "GatherLatent", "decode": "LatentAttention"}[part]
+    sizes = SMALL if dry_run else DEEPSEEK
+    problems: list[tuple[str, Sizes, Requests]] = []
+    if dry_run and part == "decode":
+        problems = [("2 x 50 keys, 5 heads", sizes, ((1, 50),) * 2), ("1 to 64 keys, 5 heads", sizes, ALL_LENGTHS[:7])]
+    elif dry_run:
+        problems = [("2 x 10 tokens", sizes, ((10, 10),) * 2)]
+    elif part == "append":
+        problems = [
+            ("128 x 1 token, 128 heads", sizes, ((1, 1),) * 128),
+            ("1 x 8192 tokens, 16 heads", replace(sizes, heads=16), ((8192, 8192),)),
+        ]
+    elif part == "gather":
+        problems = [("4 x 16384 keys", sizes, ((1, 16384),) * 4)]
+    else:
+        uniform = [
+            (f"{batch} x {length} keys, {heads} heads", replace(sizes, heads=heads), ((1, length),) * batch)
+            for length, batch, heads in product((8192, 1024, 65536), (16, 128, 1), (128, 16, 64))
+        ]
+        mixed = [
+            (f"{len(ALL_LENGTHS)} x 1 to 131072 keys, {heads} heads", replace(sizes, heads=heads), ALL_LENGTHS)
+            for heads in (128, 16)
+        ]
+        problems = [*uniform[:2], *mixed, *uniform[2:]]
     return [
-        Case(
-            f"{batch} x {length} keys, {heads} heads",
-            "LatentAttention",
-            replace(DEEPSEEK, heads=heads),
-            ((1, length),) * batch,
-            wild=False,
-        )
-        # A problem of each kind first, in case that time runs out.
-        for length, batch, heads in product((8192, 1024, 65536), (16, 128, 1), (128, 16, 64))
+        Case(name, op, sizes, requests, cache_dtype=cached, wild=False)
+        for (name, sizes, requests), cached in product(problems, (CacheDType.BF16, CacheDType.FP8, CacheDType.NVFP4))
     ]
 
 
 def context_timing_cases(*, dry_run: bool) -> list[Case]:
-    """Prefills: whole prompts, a batch of them, and the last chunk of a long one."""
+    """Prefills: whole prompts, a batch of them, the last chunk of a long one, and a chunk over older keys alone."""
     if dry_run:
-        return [Case("1 x 20 of 40 tokens, 5 heads", "ContextAttention", SMALL, ((20, 40),), wild=False)]
+        chunk = Case("1 x 20 of 40 tokens, 5 heads", "ContextAttention", SMALL, ((20, 40),), wild=False)
+        return [chunk, replace(chunk, name=f"{chunk.name}, no mask", causal=False)]
     return [
         Case(
-            f"{batch} x {count} of {length} tokens, {heads} heads",
+            f"{batch} x {count} of {length} tokens, {heads} heads{'' if causal else ', no mask'}",
             "ContextAttention",
             replace(DEEPSEEK, heads=heads),
             ((count, length),) * batch,
             wild=False,
+            causal=causal,
         )
-        for (batch, count, length), heads in product(
-            ((1, 4096, 4096), (8, 1024, 1024), (1, 1024, 16384)), (16, 64, 128)
+        for (batch, count, length, causal), heads in product(
+            ((1, 4096, 4096, True), (8, 1024, 1024, True), (1, 1024, 16384, True), (1, 1024, 16384, False)),
+            (16, 64, 128),
         )
     ]
 
@@ -1423,6 +1805,12 @@ def context_timing_cases(*, dry_run: bool) -> list[Case]:
 
 def check_engines(environment: Environment, report: Report, budget: Budget) -> None:
     """Part 3; in a dry run the network through ONNX Runtime, which exercises the same code."""
+    try:
+        from trtllm_mla.config import BuildConfig, MlaPluginConfig
+        from trtllm_mla.network.directory import convert
+    except ImportError as error:
+        report.skip("engines", error)
+        return
     with TemporaryDirectory() as folder:
         directory = Path(folder)
         config = BuildConfig(
@@ -1458,7 +1846,11 @@ def check_engine(
 ) -> None:
     """Builds, validates and times one engine for this GPU."""
     engine = directory / subject.replace(" ", "_")
+    report.doing = f"engine: {subject}"
     try:
+        from trtllm_mla.engine.backend import load_backend
+        from trtllm_mla.engine.builder import build
+
         load_backend(backend)
         CudaDriver()
         build(network, engine, config=config, backend=backend, targets=[environment.target.name], native=native)
@@ -1471,6 +1863,9 @@ def check_engine(
 
 def measure_engine(subject: str, path: Path, executor: str, config: BuildConfig, report: Report) -> None:
     """Validates against the PyTorch reference, then times prefill and decode."""
+    from trtllm_mla.benchmark.latency import LatencyOptions, bench_latency
+    from trtllm_mla.validation.validate import ValidationOptions, validate
+
     found = validate(
         path,
         EXAMPLE,
@@ -1493,42 +1888,64 @@ def measure_engine(subject: str, path: Path, executor: str, config: BuildConfig,
 # ------------------------------------------------------------------------------------------------------------ tables
 
 
-def print_report(report: Report, console: Console) -> None:
+TITLES = {
+    "append": "AppendLatent",
+    "gather": "GatherLatent",
+    "decode": "LatentAttention: decode",
+    "context": "ContextAttention: prefill",
+}
+
+
+def print_report(report: Report) -> None:
     """Prints all tables."""
-    console.print(report.device, highlight=False, soft_wrap=True)
-    console.print(f"Inputs of seed {report.seed}; {report.seconds:.0f} s", highlight=False)
-    console.print(numerics_table(report))
-    for part, title in (("decode", "LatentAttention: decode"), ("context", "ContextAttention: prefill")):
+    print(f"{report.device}\nInputs of seed {report.seed}; {report.seconds:.0f} s")
+    print_numerics(report)
+    for part in TITLES:
         if any(timing.part == part for timing in report.timings):
-            console.print(timings_table(report, part, title))
+            print_timings(report, part)
     if report.engines:
-        console.print(engines_table(report))
+        print_engines(report)
     for title, items in (("Failed", report.failures), ("Did not run", report.skipped)):
         if items:
-            console.print(skips_table(title, items))
-    console.print("passed" if report.passed else "FAILED", style="green" if report.passed else "bold red")
+            print_table(title, ("what", "reason"), [(item.what, item.reason) for item in items])
+    print("\npassed" if report.passed else "\nFAILED")
 
 
-def numerics_table(report: Report) -> Table:
+def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: int = 0) -> None:
+    """Prints a table in Markdown; the last ``numbers`` columns are aligned to the right."""
+    first_number = len(headings) - numbers
+    widths = [max(3, *(len(row[column]) for row in (headings, *rows))) for column in range(len(headings))]
+    print(f"\n{title}\n")
+    for row in (headings, *rows):
+        cells = [
+            cell.rjust(width) if column >= first_number else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        print(f"| {' | '.join(cells)} |")
+        if row is headings:
+            rules = ["-" * (width - 1) + (":" if i >= first_number else "-") for i, width in enumerate(widths)]
+            print(f"| {' | '.join(rules)} |")
+
+
+def print_numerics(report: Report) -> None:
     """For each operation, types and runner its kernels and worst comparison; a row for every case that failed."""
-    table = Table(title="Numerics against float64", title_justify="left")
-    for heading in ("operation", "network / cache", "run by", "cases", "kernels", "worst comparison", "bound", ""):
-        table.add_column(heading, overflow="fold")
     groups: dict[tuple[str, str, str], list[NumericResult]] = {}
     for result in report.numerics:
         types = f"{result.model_dtype} / {result.cache_dtype}"
         groups.setdefault((result.op, types, result.runner), []).append(result)
+    rows = []
     for (op, types, runner), results in groups.items():
         passed = [result for result in results if result.passed]
         kernels = ", ".join(dict.fromkeys(name for result in passed for name in result.kernels))
         if passed:
             measures = [measure for result in passed for measure in result.measures]
-            table.add_row(op, types, runner, str(len(passed)), kernels, *_describe(measures), "ok")
+            rows.append((op, types, runner, str(len(passed)), kernels, *_describe(measures), "ok"))
         for result in results:
             if not result.passed:
                 found = (result.problem, "") if result.problem is not None else _describe(result.measures)
-                table.add_row(op, types, runner, result.case, ", ".join(result.kernels), *found, "[bold red]FAILED[/]")
-    return table
+                rows.append((op, types, runner, result.case, ", ".join(result.kernels), *found, "FAILED"))
+    headings = ("operation", "network / cache", "run by", "cases", "kernels", "worst comparison", "bound", "")
+    print_table("Numerics against float64", headings, rows)
 
 
 def _describe(measures: Sequence[Measure]) -> tuple[str, str]:
@@ -1546,7 +1963,7 @@ def _severity(measure: Measure) -> float:
     return measure.error / measure.tolerance
 
 
-def timings_table(report: Report, part: str, title: str) -> Table:
+def print_timings(report: Report, part: str) -> None:
     """Times beside the floor."""
     peaks = report.peaks
     where = (
@@ -1555,50 +1972,49 @@ def timings_table(report: Report, part: str, title: str) -> Table:
         if peaks
         else "no floors: no GPU"
     )
-    table = Table(title=f"{title}, bf16; {where}", title_justify="left")
-    table.add_column("problem")
-    table.add_column("implementation")
-    for heading in ("ms", "GB/s", "TFLOP/s", "floor / time", "error"):
-        table.add_column(heading, justify="right")
+    rows = []
     for timing in report.timings:
         if timing.part != part:
             continue
         seconds = timing.milliseconds / 1e3
-        share = f"{100 * timing.floor_ms / timing.milliseconds:.0f} %" if timing.floor_ms is not None else ""
         error = f"{timing.measures[0].error:.1e}" if timing.measures else ""
-        if not timing.passed:
-            error = f"[bold red]{error} FAILED[/]"
-        rates = (f"{timing.work.num_bytes / seconds / 1e9:.0f}", f"{timing.work.flop / seconds / 1e12:.1f}")
-        table.add_row(timing.problem, timing.implementation, f"{timing.milliseconds:.4f}", *rates, share, error)
-    return table
+        rows.append(
+            (
+                timing.problem,
+                timing.cache_dtype,
+                timing.implementation,
+                f"{timing.milliseconds:.4f}",
+                f"{timing.tokens_per_second:.0f}",
+                f"{timing.work.num_bytes / seconds / 1e9:.0f}",
+                f"{timing.work.flop / seconds / 1e12:.1f}",
+                f"{100 * timing.floor_ms / timing.milliseconds:.0f} %" if timing.floor_ms is not None else "",
+                error if timing.passed else f"{error} FAILED",
+            )
+        )
+    headings = ("problem", "cache", "implementation", "ms", "tokens/s", "GB/s", "TFLOP/s", "floor / time", "error")
+    print_table(f"{TITLES[part]}, one layer of a bf16 network; {where}", headings, rows, numbers=6)
 
 
-def engines_table(report: Report) -> Table:
+def print_engines(report: Report) -> None:
     """Engines of the example checkpoint."""
-    table = Table(title="examples/tiny-mla, batches of 4 requests", title_justify="left")
-    for heading in ("what", "executor", "validation", "prefill, ms", "decode step, ms"):
-        table.add_column(heading, overflow="fold")
-    for engine in report.engines:
-        verdict = "passed" if engine.valid else "[bold red]FAILED[/]"
-        times = (f"{engine.prefill_ms:.3f}", f"{engine.decode_ms:.3f}")
-        table.add_row(engine.subject, engine.executor, verdict, *times)
-    return table
-
-
-def skips_table(title: str, items: Sequence[Skip]) -> Table:
-    """Names and reasons."""
-    table = Table(title=title, title_justify="left")
-    table.add_column("what", overflow="fold")
-    table.add_column("reason", overflow="fold")
-    for item in items:
-        table.add_row(item.what, item.reason)
-    return table
+    rows = [
+        (
+            engine.subject,
+            engine.executor,
+            "passed" if engine.valid else "FAILED",
+            f"{engine.prefill_ms:.3f}",
+            f"{engine.decode_ms:.3f}",
+        )
+        for engine in report.engines
+    ]
+    headings = ("what", "executor", "validation", "prefill, ms", "decode step, ms")
+    print_table("examples/tiny-mla, batches of 4 requests", headings, rows, numbers=2)
 
 
 # -------------------------------------------------------------------------------------------------------------- main
 
 
-def run(arguments: argparse.Namespace, console: Console, directory: Path) -> Report:
+def run(arguments: argparse.Namespace, directory: Path) -> Report:
     """Runs all parts, writing the JSON file after each.
 
     Raises:
@@ -1615,26 +2031,55 @@ def run(arguments: argparse.Namespace, console: Console, directory: Path) -> Rep
     report = Report(environment.description, not environment.dry_run, arguments.seed, find_peaks(environment))
     for what, reason in early_skips:
         report.skip(what, reason)
-    dry_run = environment.dry_run
-    numerics = numeric_cases(dry_run=dry_run)
-    decode, context = decode_cases(dry_run=dry_run), context_timing_cases(dry_run=dry_run)
-    if dry_run:
-        report.skip("Triton JIT, cubins through cuda.core", "dry run: no GPU is used")
+    numerics = planned(numeric_cases(dry_run=environment.dry_run), environment.target, report.skip)
+    timed = {
+        part: planned(timing_cases(part, dry_run=environment.dry_run), environment.target, report.skip)
+        for part in IMPLEMENTATIONS
+    }
+    if environment.dry_run:
+        report.skip("Triton, cubins through cuda.core", "dry run: no GPU is used")
     else:
-        console.print(compile_in_parallel([*numerics, *decode, *context], environment.target, budget))
-    parts: tuple[tuple[str, Call], ...] = (
-        ("numerics", lambda: check_numerics(numerics, environment, report, budget)),
-        ("times of decode", lambda: time_cases("decode", decode, environment, report, budget)),
-        ("times of prefill", lambda: time_cases("context", context, environment, report, budget)),
-        ("engines", lambda: check_engines(environment, report, budget)),
-    )
+        try:
+            tell(compile_in_parallel([*numerics, *chain.from_iterable(timed.values())], environment.target, budget))
+        except OSError as error:  # Kernels are then compiled one by one where they are needed.
+            report.skip("compilation on all cores", error)
+    state = (environment, report, budget)
+    parts: list[tuple[str, Call]] = [("numerics", partial(check_numerics, numerics, *state))]
+    parts += [(f"times: {part}", partial(time_cases, part, cases, *state)) for part, cases in timed.items()]
+    parts.append(("engines", partial(check_engines, *state)))
+    # A kernel that hangs cannot be interrupted from Python.
+    watchdog = Timer(budget.left() + HANG_GRACE_SECONDS, give_up, (report, arguments.json))
+    watchdog.daemon = True
+    watchdog.start()
     for name, part in parts:
-        with console.status(name) if console.is_terminal else nullcontext():
+        tell(f"second {budget.used():.0f}: {name}")
+        try:
+            if not environment.works():
+                raise RuntimeError("the GPU takes no work any more")
             part()
+        except Exception as error:  # What was found has to be reported, and the other parts may work.
+            problem = f"{type(error).__name__}: {error}; begun last: {report.doing}"
+            report.failures.append(Skip(name, " ".join(problem.split())[:500]))
         report.seconds = round(budget.used(), 1)
         if arguments.json is not None:
             write_json(arguments.json, report.to_json())
+    watchdog.cancel()
     return report
+
+
+def give_up(report: Report, path: Path | None) -> None:
+    """Ends the process with what was found so far: the last that was begun does not end."""
+    report.failures.append(Skip(report.doing, "hangs: it did not end in time"))
+    if path is not None:
+        write_json(path, report.to_json())
+    print_report(report)
+    sys.stdout.flush()
+    os._exit(1)
+
+
+def tell(progress: str) -> None:
+    """Says how far the check is, apart from its results."""
+    print(progress, file=sys.stderr, flush=True)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -1650,23 +2095,22 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     """Checks, prints tables, and returns the exit status."""
     arguments = parse_arguments()
-    # A kernel that hangs cannot be interrupted from Python; what was found before is in the JSON file.
-    faulthandler.dump_traceback_later(arguments.seconds + HANG_GRACE_SECONDS, exit=True)
+    # In case that what hangs keeps the watchdog's thread from running.
+    faulthandler.dump_traceback_later(arguments.seconds + 2 * HANG_GRACE_SECONDS, exit=True)
     torch.manual_seed(arguments.seed)
     torch.set_grad_enabled(False)
     if arguments.dry_run:
         torch.set_num_threads(1)  # tensors are too small for more
-    console = Console()
     try:
         # The launcher takes a stream's address: one that is not the default stream's null.
         stream = None if arguments.dry_run or not torch.cuda.is_available() else torch.cuda.Stream()
         with TemporaryDirectory() as directory, torch.cuda.stream(stream):
-            report = run(arguments, console, Path(directory))
+            report = run(arguments, Path(directory))
     except UserError as error:
         print(f"Error: {error}", file=sys.stderr)
         return 2
     faulthandler.cancel_dump_traceback_later()
-    print_report(report, console)
+    print_report(report)
     return 0 if report.passed else 1
 
 

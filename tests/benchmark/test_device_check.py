@@ -6,20 +6,26 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.engine.fakes import RecordingDriver
+from tests.ops import reference
+from trtllm_mla.cache_rows import CacheDType
 from trtllm_mla.dtypes import DType
 from trtllm_mla.ops.interpreter import run_plan
-from trtllm_mla.targets import get_target
+from trtllm_mla.targets import KIB, get_target
 
 SCRIPT = Path(__file__).parents[2] / "bench" / "device_check.py"
+QUANTIZED = [CacheDType.FP8, CacheDType.NVFP4]
+TIMED = ("append", "gather", "decode", "context")
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +40,7 @@ def device_check():
 
 @pytest.mark.slow
 def test_dry_run(tmp_path):
-    """Every operation and pair of types in Triton's interpreter: some forty cases of half a second each."""
+    """Every operation and pair of types in Triton's interpreter: some seventy cases of half a second each."""
     result = subprocess.run(
         [sys.executable, SCRIPT, "--dry-run", "--json", tmp_path / "out.json"],
         capture_output=True,
@@ -49,21 +55,30 @@ def test_dry_run(tmp_path):
     assert values["peaks"] is None
     assert {item["runner"] for item in values["numerics"]} == {"Triton's interpreter on the CPU"}
     assert {(item["model_dtype"], item["cache_dtype"]) for item in values["numerics"]} == {
-        (model, cache) for model in DType for cache in DType
+        (model, cache) for model in DType for cache in CacheDType
     }
+    cached = defaultdict(set)
+    for item in values["numerics"]:
+        cached[item["op"]].add(item["cache_dtype"])
+    assert all(cached[op] == set(CacheDType) for op in ("AppendLatent", "GatherLatent", "LatentAttention"))
     assert {name for item in values["numerics"] for name in item["kernels"]} == {
         "append_latent",
+        "append_quantized_latent",
         "gather_latent",
+        "gather_quantized_latent",
         "attend",
-        "attend_split",
         "combine",
         "context_attention",
     }
-    assert {item["part"] for item in values["timings"]} == {"decode", "context"}
+    assert {item["part"] for item in values["timings"]} == set(TIMED)
+    for part in ("append", "gather", "decode"):
+        ours = [item for item in values["timings"] if item["part"] == part and item["ours"]]
+        assert {item["cache_dtype"] for item in ours} == {"bf16", "fp8", "nvfp4"}
+        assert all(item["measures"] and item["passed"] and item["tokens_per_second"] > 0 for item in ours)
     assert all(item["floor_ms"] is None for item in values["timings"])
     assert [engine["valid"] for engine in values["engines"]] == [True]
     skipped = {item["what"] for item in values["skipped"]}
-    assert {"Triton JIT, cubins through cuda.core", "engine: tensorrt, MLA plugins"} <= skipped
+    assert {"Triton, cubins through cuda.core", "engine: tensorrt, MLA plugins"} <= skipped
     assert not any("kernel" in name for name in skipped)
 
 
@@ -77,18 +92,44 @@ def test_without_a_gpu_it_refuses(tmp_path):
     assert not (tmp_path / "out.json").exists()
 
 
+def test_few_packages_are_enough(tmp_path):
+    """PyTorch, Triton, NumPy and ml_dtypes; others, this package's own requirements too, are made to be absent."""
+    absent = "cuda onnx onnx_ir onnxruntime onnxscript polygraphy pydantic rich safetensors tokenizers"
+    program = f"""
+import importlib.abc, runpy, sys
+
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {absent.split()}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Absent())
+sys.argv = [{str(SCRIPT)!r}, "--dry-run", "--seconds", "4", "--json", {str(tmp_path / "out.json")!r}]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", program], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    values = json.loads((tmp_path / "out.json").read_text())
+    assert values["passed"] is True
+    assert {"what": "engines", "reason": "No module named 'pydantic'"} in values["skipped"]
+
+
 def test_nothing_starts_after_the_time_limit(device_check):
     environment = device_check.dry_environment(0)
     report = device_check.Report(environment.description, False, 0, None)
     budget = device_check.Budget(0.0)
     cases = device_check.numeric_cases(dry_run=True)
     device_check.check_numerics(cases, environment, report, budget)
-    device_check.time_cases("decode", device_check.decode_cases(dry_run=True), environment, report, budget)
+    for part in TIMED:
+        cases = device_check.timing_cases(part, dry_run=True)
+        device_check.time_cases(part, cases, environment, report, budget)
     assert not report.numerics
     assert not report.timings
     assert not report.passed
     assert {skip.reason for skip in report.skipped} == {"time limit", "no case that launches it ran"}
-    assert "times: decode, 2 x 50 keys, 5 heads" in {skip.what for skip in report.skipped}
+    assert "times: decode, 2 x 50 keys, 5 heads, nvfp4" in {skip.what for skip in report.skipped}
 
 
 class Spoiled:
@@ -127,6 +168,158 @@ def test_a_wrong_element_is_found(device_check, op, output, value):
     case = device_check.Case("spoiled", op, device_check.SMALL, ((2, 20), (1, 3)))
     assert device_check.check_case(case, device_check.InterpreterRunner(), environment).passed
     assert not device_check.check_case(case, Spoiled(output, value), environment).passed
+
+
+@pytest.mark.parametrize("cache_dtype", QUANTIZED)
+@pytest.mark.parametrize("section", ["code", "scale", "padding", "rotary key"])
+def test_a_wrong_byte_is_found(device_check, cache_dtype, section):
+    class OneByte(device_check.InterpreterRunner):
+        def prepare(self, plan, tensors):
+            def call():
+                run_plan(plan, tensors)
+                rows = tensors["present_latent"].flatten(0, 1)
+                row = rows[int((rows != -1).any(1).nonzero()[0])]
+                row[offsets[section]] ^= 1
+
+            return call
+
+    environment = device_check.dry_environment(1)
+    case = device_check.Case("", "AppendLatent", device_check.SMALL, ((2, 20), (1, 3)), cache_dtype=cache_dtype)
+    layout = case.layout
+    padding = layout.scale_offset + layout.num_scales * (4 if cache_dtype is CacheDType.FP8 else 1)
+    assert padding < layout.rope_offset
+    offsets = {"code": 5, "scale": layout.scale_offset, "padding": padding, "rotary key": layout.rope_offset + 3}
+    assert device_check.check_case(case, device_check.InterpreterRunner(), environment).passed
+    result = device_check.check_case(case, OneByte(), environment)
+    assert [(found.what, found.error) for found in result.measures if not found.passed] == [("bytes that differ", 1)]
+
+
+@pytest.mark.parametrize("cache_dtype", QUANTIZED)
+@pytest.mark.parametrize(("op", "output"), [("GatherLatent", "latent"), ("LatentAttention", "output")])
+def test_a_forgotten_outer_scale_is_found(device_check, cache_dtype, op, output):
+    class Unscaled(device_check.InterpreterRunner):
+        def prepare(self, plan, tensors):
+            def call():
+                run_plan(plan, tensors)
+                tensors[output].mul_(1 / 0.99)
+
+            return call
+
+    environment = device_check.dry_environment(1)
+    case = device_check.Case("", op, device_check.SMALL, ((2, 20),), cache_dtype=cache_dtype, latent_scale=0.99)
+    assert device_check.check_case(case, device_check.InterpreterRunner(), environment).passed
+    assert not device_check.check_case(case, Unscaled(), environment).passed
+
+
+@pytest.mark.parametrize("two_passes", [True, False])
+def test_a_wrong_pass_is_found(device_check, two_passes):
+    """The log-sum-exp is a pass's weight in the merge: halved, the merged output is wrong too."""
+
+    class Lighter(device_check.InterpreterRunner):
+        def prepare(self, plan, tensors):
+            def call():
+                run_plan(plan, tensors)
+                (causal,) = (
+                    argument.value
+                    for (name, _), argument in zip(
+                        plan.launches[0].variant.signature, plan.launches[0].arguments, strict=True
+                    )
+                    if name == "causal"
+                )
+                if not causal:
+                    tensors["log_sum_exp"] -= np.log(2)
+
+            return call
+
+    environment = device_check.dry_environment(1)
+    case = device_check.Case(
+        "", "ContextAttention", device_check.SMALL, device_check.TWO_PASSES[:3], causal=False, two_passes=False
+    )
+    if two_passes:
+        case = replace(case, causal=True, two_passes=True)
+    assert device_check.check_case(case, device_check.InterpreterRunner(), environment).passed
+    result = device_check.check_case(case, Lighter(), environment)
+    failed = {found.what for found in result.measures if not found.passed}
+    assert failed == {"log-sum-exp", "output"} if two_passes else {"log-sum-exp"}
+
+
+def test_passes_without_keys_are_merged(device_check):
+    older = device_check.older_keys(device_check.TWO_PASSES)
+    pairs = list(zip(older, device_check.TWO_PASSES, strict=True))
+    assert all(0 <= count <= max(0, length - tokens) or not tokens for count, (tokens, length) in pairs)
+    assert any(count == 0 and tokens < length for count, (tokens, length) in pairs)
+    assert any(0 < count < length - tokens for count, (tokens, length) in pairs)
+    assert any(count == length - tokens > 0 for count, (tokens, length) in pairs)
+
+
+@pytest.mark.parametrize("cache_dtype", QUANTIZED)
+@pytest.mark.parametrize("width", [512, 96, 448])
+def test_the_quantiser_is_that_of_another_reference(device_check, cache_dtype, width):
+    torch.manual_seed(width)
+    layout = cache_dtype.layout(width, 32)
+    latent, k_pe = torch.randn(64, width), torch.randn(64, 32)
+    device_check.make_hard_to_quantize(latent)
+    rows = device_check.quantize(latent, k_pe, layout)
+    expected = reference.quantize_rows(torch.cat([latent, k_pe], 1).numpy(), layout)
+    assert np.array_equal(rows.numpy().view(np.uint8), expected)
+    assert np.array_equal(
+        device_check.cached_values(rows, layout).numpy(), reference.dequantize_rows(expected, layout), equal_nan=True
+    )
+
+
+@pytest.mark.parametrize("cache_dtype", QUANTIZED)
+def test_random_rows_are_finite_and_have_all_codes(device_check, cache_dtype):
+    layout = cache_dtype.layout(512, 64)
+    rows = torch.empty(64, layout.row_bytes, dtype=torch.int8)
+    device_check.fill_with_codes(rows, layout)
+    values = reference.dequantize_rows(rows.numpy(), layout)
+    assert np.isfinite(values).all()
+    assert 0.1 < values[:, :512].std() < 2
+    codes = rows[:, : layout.code_bytes].numpy().view(np.uint8)
+    assert len(np.unique(codes)) == (254 if cache_dtype is CacheDType.FP8 else 255)
+
+
+def test_after_a_crash_of_the_gpu_nothing_is_tried(device_check):
+    class Crashing(device_check.InterpreterRunner):
+        def prepare(self, plan, tensors):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    class Lost(device_check.Environment):
+        def synchronize(self):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    healthy = device_check.dry_environment(3)
+    environment = Lost(**vars(healthy) | {"runners": (Crashing(),)})
+    report = device_check.Report(environment.description, False, 0, None)
+    case = device_check.Case("crash", "GatherLatent", device_check.SMALL, ((2, 20),))
+    device_check.check_numerics([case, case], environment, report, device_check.Budget(60))
+    assert len(report.numerics) == 1
+    assert "numerics: what follows" in {skip.what for skip in report.skipped}
+    assert not report.passed
+
+
+def test_what_hangs_is_named_and_the_rest_kept(device_check, tmp_path, monkeypatch, capsys):
+    class Hanging(device_check.InterpreterRunner):
+        def prepare(self, plan, tensors):
+            return lambda: device_check.give_up(report, tmp_path / "out.json")
+
+    def leave(status):
+        raise SystemExit(status)
+
+    monkeypatch.setattr(device_check.os, "_exit", leave)
+    environment = device_check.dry_environment(3)
+    report = device_check.Report(environment.description, False, 0, None)
+    case = device_check.Case("first", "GatherLatent", device_check.SMALL, ((2, 20),))
+    budget = device_check.Budget(60)
+    device_check.check_numerics([case], environment, report, budget)
+    environment = replace(environment, runners=(Hanging(),))
+    with pytest.raises(SystemExit):
+        device_check.check_numerics([replace(case, name="second")], environment, report, budget)
+    values = json.loads((tmp_path / "out.json").read_text())
+    assert [item["passed"] for item in values["numerics"]] == [True]
+    assert [item["what"].startswith("GatherLatent, second") for item in values["failures"]] == [True]
+    assert values["passed"] is False
+    assert "hangs" in capsys.readouterr().out
 
 
 def test_a_write_outside_is_found(device_check):
@@ -179,8 +372,8 @@ def test_cubins_are_launched_through_the_engines_launcher(device_check, tmp_path
     assert [int(value) for value in call.parameters] == [*addresses, 20, 4 * 16, 0, 0]
 
 
-def test_the_jit_takes_the_plans_arguments_and_finds_the_kernels_compiled_before(device_check, tmp_path, monkeypatch):
-    """Triton's JIT with a stand-in for its driver: it compiles for real, and launches into a list."""
+def test_triton_takes_the_plans_arguments_and_finds_the_kernels_compiled_before(device_check, tmp_path, monkeypatch):
+    """Triton with a stand-in for its driver: it compiles for real, and launches into a list."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
@@ -207,16 +400,15 @@ def test_the_jit_takes_the_plans_arguments_and_finds_the_kernels_compiled_before
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRTLLM_MLA_CACHE_DIR", str(tmp_path))
     target = get_target("sm_90")
-    # One row, one request: left to itself, the JIT compiles numbers that are 1 into the kernel.
-    case = device_check.Case("jit", "LatentAttention", replace(device_check.SMALL, heads=1), ((1, 400),))
+    case = device_check.Case("triton", "LatentAttention", replace(device_check.SMALL, heads=1), ((1, 400),))
     tensors = tensors_of(device_check, case)
     plan = replace(case, multiprocessors=1000).plan(target)
-    assert [launch.variant.kernel for launch in plan.launches] == ["attend_split", "combine"]
+    assert [launch.variant.kernel for launch in plan.launches] == ["attend", "combine"]
     for launch in plan.launches:
         device_check.compile_one((launch.variant, target))
     compiled = sorted(tmp_path.rglob("*.cubin"))
     monkeypatch.setattr(driver, "_active", stand_in)
-    device_check.JitRunner().prepare(plan, tensors)()
+    device_check.TritonRunner(target).prepare(plan, tensors)()
     assert sorted(tmp_path.rglob("*.cubin")) == compiled
     assert [call[:3] for call in launched] == [launch.grid for launch in plan.launches]
     for call, launch in zip(launched, plan.launches, strict=True):
@@ -315,30 +507,54 @@ def test_every_plan_for_a_device_exists(device_check):
     """Each target has plans for all cases and problems; the cases need every kernel and row block there is."""
     for name in ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120"):
         target = get_target(name)
-        cases = device_check.numeric_cases(dry_run=False)
+        skipped = {}
+        every = device_check.numeric_cases(dry_run=False)
+        cases = device_check.planned(every, target, skipped.__setitem__)
+        assert len(cases) + len(skipped) == len(every)
+        assert all("too wide" in str(reason) and target.shared_memory_bytes < 100 * KIB for reason in skipped.values())
+        refused = {(case.model_dtype, case.cache_dtype) for case in every if case not in cases}
+        assert refused <= {(DType.FLOAT32, CacheDType.NVFP4)}
         plans = [case.plan(target) for case in cases]
-        timed = [*device_check.decode_cases(dry_run=False), *device_check.context_timing_cases(dry_run=False)]
+        timed = [case for part in TIMED for case in device_check.timing_cases(part, dry_run=False)]
         assert all(case.plan(target).launches for case in timed)
         launched = {launch.variant for plan in plans for launch in plan.launches}
         kernels = {(variant.op, variant.kernel) for variant in launched}
         assert kernels == device_check.planned_kernels(target)
         for case in cases:
-            split = [launch for launch in case.plan(target).launches if launch.variant.kernel == "attend_split"]
-            assert bool(split) or not case.name.endswith("keys split")
-        bf16 = [v for v in launched if v.op == "LatentAttention" and ("q_latent", "*bf16") in v.signature]
-        found = {dict(v.constants)["BLOCK_M"] for v in bf16 if dict(v.constants)["KV_LORA_RANK"] == 512}
-        base = device_check.Case("", "LatentAttention", device_check.DEEPSEEK, ((1, 1),)).problem(target)
-        planned = device_check.OPS["LatentAttention"].variants(base)
-        assert found == {dict(v.constants).get("BLOCK_M") for v in planned} - {None}
+            merges = [launch for launch in case.plan(target).launches if launch.variant.kernel == "combine"]
+            assert bool(merges) or not case.name.endswith("keys split")
+            assert not merges or not case.name.endswith("keys whole")
+        for cache in (CacheDType.BF16, *QUANTIZED):
+            latent = [case for case in cases if (case.op, case.cache_dtype) == ("LatentAttention", cache)]
+            deepseek = [case for case in latent if case.model_dtype is DType.BFLOAT16 and case.sizes.v_dim == 128]
+            found = forms(launch.variant for case in deepseek for launch in case.plan(target).launches)
+            base = device_check.Case("", "LatentAttention", device_check.DEEPSEEK, ((1, 1),), cache_dtype=cache)
+            assert found == forms(device_check.OPS["LatentAttention"].variants(base.problem(target)))
+            assert {8, 12, 20, 24, 40, 48, 64, 96, 128} <= {case.sizes.heads for case in deepseek}
+
+
+def forms(variants):
+    """Row blocks of LatentAttention's kernels, and whether keys are the rows of their products."""
+    constants = [dict(variant.constants) for variant in variants if variant.kernel.startswith("attend")]
+    return {(values["BLOCK_M"], values["KEYS_AS_M"]) for values in constants}
 
 
 def test_work_by_formula(device_check):
-    """DeepSeek-V3: 1152 bytes a cached token, 2176 FLOP a key and head absorbed, 640 decompressed."""
+    """DeepSeek-V3: 1152, 656 or 416 bytes a cached token, 2176 FLOP a key and head absorbed, 640 decompressed."""
     case = device_check.Case("", "LatentAttention", device_check.DEEPSEEK, ((1, 100),), wild=False)
     query_and_output = 128 * (576 + 512) * 2
     assert device_check.latent_work(case) == device_check.Work(100 * 1152 + query_and_output, 100 * 128 * 2176)
+    for cache_dtype, row_bytes in zip(QUANTIZED, (656, 416), strict=True):
+        work = device_check.latent_work(replace(case, cache_dtype=cache_dtype))
+        assert work.num_bytes == 100 * row_bytes + query_and_output
+        gather = device_check.gather_work(replace(case, op="GatherLatent", cache_dtype=cache_dtype))
+        assert gather.num_bytes == 100 * (row_bytes + 1152)
+        append = device_check.append_work(replace(case, op="AppendLatent", cache_dtype=cache_dtype))
+        assert append.num_bytes == row_bytes + 1152 + 2 * 128 * 64 * 2
     prefill = device_check.Case("", "ContextAttention", device_check.DEEPSEEK, ((3, 5),), wild=False)
     assert device_check.decompressed_work(prefill, shared_rope=True).flop == (3 + 4 + 5) * 128 * 640
+    unmasked = replace(prefill, causal=False)
+    assert device_check.decompressed_work(unmasked, shared_rope=True).flop == 3 * 5 * 128 * 640
     peaks = device_check.Peaks(1e12, 1e15, "a test")
     assert device_check.floor_ms(device_check.Work(10**9, 10**9), peaks) == pytest.approx(1.0)
     assert device_check.floor_ms(device_check.Work(1, 10**12), peaks) == pytest.approx(1.0)
