@@ -24,7 +24,7 @@ from trtllm_mla.engine.operation import TargetTile
 from trtllm_mla.engine.plugin import _recorded, plugin_library
 from trtllm_mla.errors import UserError
 from trtllm_mla.network.attention import operations_per_layer
-from trtllm_mla.network.directory import NetworkDirectory
+from trtllm_mla.network.directory import NetworkDirectory, store_latent_scales
 from trtllm_mla.ops import OPS, OpDefinition
 
 pytest.importorskip("tensorrt_rtx")
@@ -149,6 +149,31 @@ class TestVariants:
         assert variants["append_latent"]["present_latent"] == "*fp16"
         assert variants["append_latent"]["latent"] == "*fp32"
         assert variants["attend"]["output"] == "*fp32"
+
+    @pytest.mark.parametrize("native", [False, True])
+    @pytest.mark.parametrize("cache", ["fp8", "nvfp4"])
+    def test_a_quantized_cache_with_outer_scales(
+        self, build_config: BuildConfig, cache_dir: Path, tmp_path: Path, cache: str, native: bool
+    ) -> None:
+        network = make_network(tmp_path, plugin=MlaPluginConfig(kv_cache_dtype=cache))
+        network = store_latent_scales(network, [0.25, 1.5])
+        report = build(
+            network.path,
+            tmp_path / "engine",
+            config=build_config,
+            targets=("sm_89", "sm_120"),
+            cache_dir=None if native else cache_dir,
+            native=native,
+        )
+        assert report.warnings == ()
+        directory = EngineDirectory.load(report.directory.path)
+        assert directory.info.num_plugin_layers == (0 if native else 8)
+        assert directory.network.latent_scales == (0.25, 1.5)
+        if not native:
+            signatures = {cubin.entry: dict(cubin.variant.signature) for cubin in directory.kernels().cubins}
+            assert signatures["append_quantized_latent"]["present_latent"] == "*i8"
+            assert signatures["gather_quantized_latent"]["latent_cache"] == "*i8"
+            assert signatures["attend"]["latent_cache"] == "*i8"
 
     def test_without_absorption_there_are_three_plugins_a_layer(
         self, build_config: BuildConfig, cache_dir: Path, tmp_path: Path

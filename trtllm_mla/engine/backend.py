@@ -75,8 +75,14 @@ class Backend:
         return (device,)
 
     def data_type(self, name: str) -> trt.DataType:
-        """TensorRT's element type for ``int32`` or one of ``DType``."""
-        attribute = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16", "int32": "INT32"}[name]
+        """TensorRT's element type for ``int8``, ``int32`` or one of ``DType``."""
+        attribute = {
+            "float32": "FLOAT",
+            "float16": "HALF",
+            "bfloat16": "BF16",
+            "int32": "INT32",
+            "int8": "INT8",
+        }[name]
         data_type: trt.DataType = getattr(self.module.DataType, attribute)
         return data_type
 
