@@ -20,6 +20,7 @@ from trtllm_mla.engine.builder import build
 from trtllm_mla.engine.directory import EngineDirectory
 from trtllm_mla.errors import UserError
 from trtllm_mla.network.contract import history_inputs, step_inputs
+from trtllm_mla.network.directory import store_latent_scales
 from trtllm_mla.ops import OPS
 from trtllm_mla.runtime.executors.tensorrt import TensorRTExecutor
 from trtllm_mla.runtime.step import Chunk, ContextPasses, LogitRows, StepInputs, build_step
@@ -193,12 +194,17 @@ def device() -> FakeDevice:
 
 @pytest.fixture
 def tensorrt(engine: EngineDirectory, device: FakeDevice) -> FakeTensorRT:
+    return FakeTensorRT(engine_types(engine, rtx.DataType.BF16), device)
+
+
+def engine_types(engine: EngineDirectory, cache: Any) -> dict[str, Any]:
+    """Type of each input and output of an engine for a bfloat16 network of two layers."""
     types = rtx.DataType
     dtypes = dict.fromkeys(engine.network.weights.shapes, types.BF16)
     for item in step_inputs(absorption=True):
         dtypes[item.name] = types.INT32 if item.dtype == "int32" else types.FLOAT
-    dtypes |= {f"{kind}_latent_{layer}": types.BF16 for kind in ("past", "present") for layer in range(2)}
-    return FakeTensorRT({**dtypes, "logits": types.FLOAT}, device)
+    dtypes |= {f"{kind}_latent_{layer}": cache for kind in ("past", "present") for layer in range(2)}
+    return {**dtypes, "logits": types.FLOAT}
 
 
 @pytest.fixture
@@ -275,6 +281,27 @@ class TestBinding:
         with pytest.raises(ValueError, match=r"layer 1: the cache is bound at \[\d+, 64\], expected one address"):
             make(engine, device, tensorrt, weights)
 
+    def test_a_cache_that_kernels_could_not_read_in_wide_accesses_is_refused(
+        self,
+        engine: EngineDirectory,
+        device: FakeDevice,
+        tensorrt: FakeTensorRT,
+        weights: dict[str, Any],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        allocate = device.allocate
+
+        def misaligned(size: int, stream: Any) -> Any:
+            buffer = allocate(size, stream)
+            if size != NUM_PAGES * PAGE_SIZE * WIDTH * 2:
+                return buffer
+            device.memory[buffer.handle + 8] = device.memory[buffer.handle]
+            return SimpleNamespace(handle=buffer.handle + 8, size=size)
+
+        monkeypatch.setattr(device, "allocate", misaligned)
+        with pytest.raises(ValueError, match=r"layer 0: the cache lies at 0x\w+8, expected a multiple of 16 bytes"):
+            make(engine, device, tensorrt, weights)
+
     def test_unwritten_slots_hold_nan(self, executor: TensorRTExecutor) -> None:
         cache = executor.read_cache(1)
         assert cache.shape == (NUM_PAGES, PAGE_SIZE, WIDTH)
@@ -310,6 +337,38 @@ class TestBinding:
         version = load_backend("tensorrt-rtx").version
         expected = f"tensorrt-rtx {version} on NVIDIA GeForce RTX 4090, bfloat16 network, native layers"
         assert executor.description == expected
+
+
+class TestQuantizedCache:
+    @pytest.fixture
+    def engine(self, tmp_path: Path) -> EngineDirectory:
+        plugin = MlaPluginConfig(page_size=PAGE_SIZE, kv_cache_dtype="nvfp4")
+        network = store_latent_scales(make_network(tmp_path, plugin=plugin), [1.0, 0.25])
+        config = BuildConfig(
+            max_batch_size=3, max_num_tokens=96, max_seq_len=100, mla_plugin=MlaPluginConfig(page_size=PAGE_SIZE)
+        )
+        return build(network.path, tmp_path / "engine", config=config, targets=("sm_89",), native=True).directory
+
+    @pytest.fixture
+    def tensorrt(self, engine: EngineDirectory, device: FakeDevice) -> FakeTensorRT:
+        return FakeTensorRT(engine_types(engine, rtx.DataType.INT8), device)
+
+    def test_pools_are_bytes_that_read_as_nan_until_they_are_written(
+        self, engine: EngineDirectory, executor: TensorRTExecutor, tensorrt: FakeTensorRT, device: FakeDevice
+    ) -> None:
+        layout = engine.network.row_layout
+        context = context_of(tensorrt)
+        assert context.shapes["past_latent_1"] == (NUM_PAGES, PAGE_SIZE, layout.row_bytes)
+        assert np.isnan(executor.read_cache(1)).all()
+        row = bytearray(layout.row_bytes)
+        row[0] = 0x29  # -0.5 (code 9) and 1 (code 2), the even element in the low nibble
+        row[layout.scale_offset] = 0x40  # 2 in E4M3
+        row[layout.rope_offset : layout.rope_offset + 2] = b"\x40\xc0"  # -3 in bfloat16
+        device.memory[context.addresses["past_latent_1"]][: len(row)] = row
+        values = executor.read_cache(1)[0, 0]
+        # The layer's outer scale is 0.25.
+        np.testing.assert_array_equal(values[:3], [-0.25, 0.5, 0.0])
+        assert values[layout.kv_lora_rank] == -3.0
 
 
 class TestRun:
