@@ -372,8 +372,11 @@ def _shared_memory(problem: Problem, block_m: int) -> int:
 
 def _row_blocks(problem: Problem) -> tuple[int, ...]:
     """The sizes of row blocks that fit, ascending."""
-    target = problem.target
+    target, heads = problem.target, problem.dims["heads"]
     sizes = _row_block_sizes(problem.model_dtype, problem.cache_dtype, problem.target)
+    if problem.cache_dtype.is_quantized and target.name in ("sm_90", "sm_100") and heads & (heads - 1):
+        # Finding heads that are no power of two takes the last registers that decoding leaves beside 32 rows.
+        sizes = tuple(size for size in sizes if size < 32)
     fitting = tuple(size for size in sizes if _shared_memory(problem, size) <= target.shared_memory_bytes)
     if not fitting:
         dims = problem.dims
