@@ -1,0 +1,61 @@
+"""ONNX function body of RoutedExperts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from trtllm_mla.ops.definition import Attribute, BodyTypes
+from trtllm_mla.ops.functions import arange, build_body_function, int_attribute, size
+
+if TYPE_CHECKING:
+    import onnx_ir
+
+# Legend: T tokens, K top_k, X experts, E hidden_size, I intermediate_size, U = 2 * I
+
+
+def build_body(types: BodyTypes, attributes: Mapping[str, Attribute]) -> onnx_ir.Function:
+    """Makes the function: every expert for every token, of which those that were not chosen are dropped.
+
+    Tokens are columns of the products, so that weights are read as they are stored. The products are of the model's
+    type, as those of other linear layers; activation and sum are fp32.
+
+    Args:
+        types: Types of network and cache.
+        attributes: ``first_expert``.
+    """
+    import onnx_ir
+
+    def trace(
+        op: Any, hidden_TE: Any, gate_up_proj_XUE: Any, down_proj_XEI: Any, expert_ids_TK: Any, expert_weights_TK: Any
+    ) -> Any:
+        fp32, int64, model = onnx_ir.DataType.FLOAT, onnx_ir.DataType.INT64, types.model_dtype.onnx
+        intermediate_size = size(op, down_proj_XEI, 2)
+        gate_up_XUT = op.Cast(op.MatMul(gate_up_proj_XUE, op.Transpose(hidden_TE, perm=[1, 0])), to=fp32)
+        halves = op.Concat(intermediate_size, intermediate_size, axis=0)
+        gate_XIT, up_XIT = op.Split(gate_up_XUT, halves, axis=1, _outputs=2)
+        gated_XIT = op.Cast(op.Mul(op.Mul(gate_XIT, op.Sigmoid(gate_XIT)), up_XIT), to=model)
+        down_XET = op.Cast(op.MatMul(down_proj_XEI, gated_XIT), to=fp32)
+
+        expert_X = op.Add(arange(op, size(op, down_proj_XEI, 0)), int_attribute(op, "first_expert"))
+        expert_X11 = op.Unsqueeze(expert_X, [1, 2])
+        is_choice_XTK = op.Equal(op.Cast(expert_ids_TK, to=int64), expert_X11)
+        is_chosen_XT = op.ReduceMax(op.Cast(is_choice_XTK, to=fp32), [2], keepdims=0)
+        weight_XT = op.ReduceSum(op.Where(is_choice_XTK, expert_weights_TK, 0.0), [2], keepdims=0)
+        # An expert that was not chosen may give anything, NaN included.
+        chosen_XET = op.Where(op.Unsqueeze(op.Greater(is_chosen_XT, 0.5), [1]), down_XET, 0.0)
+        output_ET = op.ReduceSum(op.Mul(chosen_XET, op.Unsqueeze(weight_XT, [1])), [0], keepdims=0)
+        return op.Cast(op.Transpose(output_ET, perm=[1, 0]), to=model)
+
+    return build_body_function(
+        "RoutedExperts",
+        trace,
+        {
+            "hidden": types.model_dtype,
+            "gate_up_proj": types.model_dtype,
+            "down_proj": types.model_dtype,
+            "expert_ids": "int32",
+            "expert_weights": "float32",
+        },
+        attributes,
+    )
