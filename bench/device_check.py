@@ -345,6 +345,28 @@ DEEPSEEK = Sizes(128, 512, 64, 128, 128, 64)
 SMALL = Sizes(5, 96, 32, 48, 40, 16)  # no heads, latent, nope or value that is a power of two
 WIDE_HEADS = Sizes(6, 448, 64, 192, 256, 128)
 
+
+@dataclass(frozen=True)
+class ExpertSizes:
+    """Sizes of a layer's experts.
+
+    Attributes:
+        experts: Experts whose weights are here.
+        top_k: Experts that a token chooses.
+        hidden_size: Width of a token.
+        intermediate_size: Width between an expert's products.
+    """
+
+    experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+
+
+DEEPSEEK_EXPERTS = ExpertSizes(16, 8, 7168, 2048)  # one of 16 ranks: all experts would take 22 GB
+SMALL_EXPERTS = ExpertSizes(7, 3, 100, 52)
+FIRST_EXPERT = 32
+
 # New tokens and cached tokens (the new ones included) of each request.
 Requests = tuple[tuple[int, int], ...]
 # One token, no token, no key, page edges, several tokens, fewer keys than tokens.
@@ -372,11 +394,12 @@ class Case:
         cache_dtype: The cache's type.
         interleave: How rotary pairs are laid out.
         multiprocessors: Multiprocessors that the plan counts on, which sets how keys are split; None: the device's.
-        wild: Whether slots and entries of the page table that may be anything are.
+        wild: Whether slots, expert ids and entries of the page table that may be anything are.
         latent_scale: The layer's outer scale of a quantised cache.
         causal: Whether ContextAttention masks.
         two_passes: Whether ContextAttention runs twice, over a request's older keys without a mask and over the rest,
             and the results are merged by their log-sum-exp.
+        experts: Sizes of the layer's experts.
     """
 
     name: str
@@ -391,6 +414,7 @@ class Case:
     latent_scale: float = 1.0
     causal: bool = True
     two_passes: bool = False
+    experts: ExpertSizes = SMALL_EXPERTS
 
     @property
     def definition(self) -> OpDefinition:
@@ -408,6 +432,8 @@ class Case:
         used = [-(-length // sizes.page_size) for _, length in self.requests]
         return {
             **asdict(sizes),
+            **asdict(self.experts),
+            "gate_up_size": 2 * self.experts.intermediate_size,
             "width": self.layout.width,
             "tokens": sum(count for count, _ in self.requests),
             "keys": sum(length for _, length in self.requests),
@@ -428,6 +454,7 @@ class Case:
             "causal": int(self.causal),
             "kv_lora_rank": self.sizes.kv_lora_rank,
             "rope_dim": self.sizes.rope_dim,
+            "first_expert": FIRST_EXPERT,
         }
         return {name: values[name] for name in self.definition.attributes}
 
@@ -482,6 +509,8 @@ def numeric_cases(*, dry_run: bool) -> list[Case]:
             if not (dry_run or _is_mixed(model, cached)):
                 cases.append(replace(append, interleave=not append.interleave))
             cases += small_attention_cases(append) if dry_run else attention_cases(append)
+            if cached.element is model and (sizes is SMALL or (sizes is DEEPSEEK and not dry_run)):
+                cases += expert_cases(append, dry_run=dry_run)
     return cases
 
 
@@ -493,6 +522,17 @@ def _is_mixed(model: DType, cached: CacheDType) -> bool:
 def _importance(pair: tuple[DType, CacheDType]) -> tuple[bool, bool, bool]:
     model, cached = pair
     return _is_mixed(model, cached), model is not DType.BFLOAT16, cached.is_quantized
+
+
+def expert_cases(base: Case, *, dry_run: bool) -> list[Case]:
+    """RoutedExperts with every tile, and with so few tokens that most experts have none."""
+    experts = DEEPSEEK_EXPERTS if base.sizes is DEEPSEEK else SMALL_EXPERTS
+    return [
+        replace(
+            base, name=f"{base.name}, {count} tokens", op="RoutedExperts", requests=((count, count),), experts=experts
+        )
+        for count in ((2, 60) if dry_run else (1, 2, 30, 120, 700))
+    ]
 
 
 def small_attention_cases(base: Case) -> list[Case]:
@@ -581,8 +621,9 @@ def keys_whole(latent: Case) -> Case:
 def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Tensors:
     """Random inputs of a case, as its operation's contract lists them.
 
-    Pages are dealt in random order. Slots without a token are poisoned. Entries of the page table behind a request's
-    last page, and some slots, lie outside the pool where the case is wild.
+    Pages are dealt in random order. Slots without a token are poisoned, and so are experts that no token chose.
+    Entries of the page table behind a request's last page, some slots, and some experts lie outside where the case is
+    wild.
     """
     dims = case.dims()
     integers = make_integers(case, dims, generator)
@@ -609,6 +650,10 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
         elif contract.name == "rotary_cos_sin":
             angles = torch.rand(shape[0], shape[1] // 2, generator=generator) * 2 * math.pi
             tensor.copy_(torch.cat([angles.cos(), angles.sin()], dim=-1))
+        elif contract.name in ("gate_up_proj", "down_proj"):
+            tensor.mul_(shape[2] ** -0.5)
+            chosen = set((integers["expert_ids"] - FIRST_EXPERT).flatten().tolist())
+            tensor[[expert for expert in range(shape[0]) if expert not in chosen]] = math.nan
         inputs[contract.name] = tensor
     return inputs
 
@@ -632,11 +677,16 @@ def make_integers(case: Case, dims: dict[str, int], generator: torch.Generator) 
     gathered = cached.clone()
     if case.wild:
         gathered[3::7], gathered[5::11], appended[2::5] = -1, BEYOND_EVERY_POOL, BEYOND_EVERY_POOL
+    preference = torch.rand(dims["tokens"], dims["experts"], generator=generator)
+    chosen = preference.topk(min(dims["top_k"], dims["experts"])).indices + FIRST_EXPERT
+    if case.wild:
+        chosen.view(-1)[5::7], chosen.view(-1)[9::11] = FIRST_EXPERT - 1, BEYOND_EVERY_POOL
     values = {
         "cached_slots": cached,
         "kv_slots": gathered,
         "slot_mapping": appended,
         "position_ids": torch.cat(positions),
+        "expert_ids": chosen,
         "block_offsets": table,
         "sequence_length": torch.tensor([length for _, length in case.requests]),
         "query_offsets": torch.tensor([0, *accumulate(count for count, _ in case.requests)]),
@@ -980,12 +1030,32 @@ def measure_attention(
     return measures
 
 
+def measure_experts(case: Case, inputs: Tensors, outputs: Tensors) -> list[Measure]:
+    """The output within the tolerance; tokens without an expert give zeros."""
+    hidden, ids = inputs["hidden"], inputs["expert_ids"].long() - FIRST_EXPERT
+    expected = torch.zeros(hidden.shape, dtype=torch.float64, device=hidden.device)
+    for expert in range(case.experts.experts):
+        tokens, choices = (ids == expert).nonzero(as_tuple=True)
+        if len(tokens):
+            rows = hidden[tokens].double() @ inputs["gate_up_proj"][expert].double().T
+            gate, up = rows.chunk(2, dim=-1)
+            result = (gate * gate.sigmoid() * up) @ inputs["down_proj"][expert].double().T
+            expected.index_add_(0, tokens, result * inputs["expert_weights"][tokens, choices, None].double())
+    idle = ((ids < 0) | (ids >= case.experts.experts)).all(dim=1)
+    return [
+        Measure("output", relative_error(outputs["output"], expected), TOLERANCE[case.model_dtype]),
+        Measure("rows wrongly not zero", float((outputs["output"][idle] != 0).sum()), 0),
+    ]
+
+
 def measure(case: Case, inputs: Tensors, outputs: Tensors) -> list[Measure]:
     """Compares an operation's outputs with float64."""
     if case.op == "AppendLatent":
         return measure_append(case, inputs, outputs)
     if case.op == "GatherLatent":
         return measure_gather(case, inputs, outputs)
+    if case.op == "RoutedExperts":
+        return measure_experts(case, inputs, outputs)
     return measure_attention(case, inputs, outputs["output"], outputs["log_sum_exp"])
 
 
@@ -1387,10 +1457,19 @@ def check_numerics(cases: Sequence[Case], environment: Environment, report: Repo
             report.skip(f"numerics: {op}'s kernel {kernel}, {runner.name}", "no case that launches it ran")
 
 
+# Operations without a case, and their kernels: the report lists them as not run.
+WITHOUT_CASES = {"BlockScaledMatMul": ("multiply", "sum_splits")}
+
+
 def planned_kernels(target: Target) -> set[tuple[str, str]]:
     """Every operation's kernels, by what its plans can launch."""
-    probes = [Case("", op, SMALL, EDGES, cache_dtype=cached) for op, cached in product(OPS, CacheDType)]
-    return {(case.op, variant.kernel) for case in probes for variant in case.definition.variants(case.problem(target))}
+    probes = [
+        Case("", op, SMALL, EDGES, cache_dtype=cached)
+        for op, cached in product(OPS, CacheDType)
+        if op not in WITHOUT_CASES
+    ]
+    found = {(case.op, item.kernel) for case in probes for item in case.definition.variants(case.problem(target))}
+    return found | {(op, kernel) for op, kernels in WITHOUT_CASES.items() for kernel in kernels}
 
 
 # ---------------------------------------------------------------------------------------- parts 2 and 4: times

@@ -50,7 +50,22 @@ from trtllm_mla.targets import KIB, TARGETS, Target, get_target
 REPORTED_TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 HEADS = (8, 12, 16, 20, 24, 32, 40, 64, 96, 128)
 DEEPSEEK_SIZES = {"kv_lora_rank": 512, "rope_dim": 64, "nope_dim": 128, "v_dim": 128, "page_size": 64}
+# DeepSeek-V3's experts, and kv_a_proj_with_mqa, the one weight whose rows are no multiple of 128.
+OTHER_SIZES = {
+    "experts": 256,
+    "top_k": 8,
+    "hidden_size": 7168,
+    "intermediate_size": 2048,
+    "gate_up_size": 4096,
+    "in_features": 7168,
+    "out_features": 576,
+    "scale_rows": 5,
+    "scale_columns": 56,
+}
 ATTENTION_KERNELS = ("attend", "context_attention")
+EXPERT_PRODUCTS = ("gate_up", "down")
+# They read int32 one by one: there is no promise that these are aligned or many.
+ID_KERNELS = ("sort_slots",)
 PROMISED_LOAD_BYTES = 16
 # PTX ISA, "cp.async": a copy has 4, 8 or 16 bytes.
 NARROWEST_COPY_BYTES = 4
@@ -153,7 +168,7 @@ class Row:
         promised = promised_product(kernel)
         if promised is not None and resources.product != promised:
             found.append(f"{resources.product or 'no product'} instead of {promised}")
-        if resources.widest_load_bytes < PROMISED_LOAD_BYTES:
+        if resources.widest_load_bytes < PROMISED_LOAD_BYTES and kernel.variant.kernel not in ID_KERNELS:
             found.append(f"no load of {PROMISED_LOAD_BYTES} B")
         wide = resources.global_loads.get(PROMISED_LOAD_BYTES, 0) * PROMISED_LOAD_BYTES * kernel.threads
         if wide < promised_load_bytes(kernel):
@@ -191,12 +206,12 @@ class Row:
 
 
 def promised_product(kernel: Kernel) -> str | None:
-    """The instruction an attention kernel's tile is chosen for; None for kernels without matrix products.
+    """The instruction that the tile of an attention kernel or an expert product is chosen for; None for others.
 
     A warpgroup's MMA has 64 rows, of queries or of keys. Without TF32 there is no MMA for fp32. Beside the decoding of
     quantised rows there are no registers for a warpgroup's MMA.
     """
-    if kernel.variant.kernel not in ATTENTION_KERNELS or kernel.rows is None:
+    if kernel.variant.kernel not in (*ATTENTION_KERNELS, *EXPERT_PRODUCTS) or kernel.rows is None:
         return None
     if kernel.dtype is DType.FLOAT32:
         return "FMA"
@@ -252,10 +267,11 @@ def latent_problem(op: str, target: Target, heads: int, dtype: DType, cache: Cac
     sizes = {name: DEEPSEEK_SIZES[name] for name in ("kv_lora_rank", "rope_dim")}
     tile_s, num_stages = default_tile(**sizes, model_dtype=dtype, cache_dtype=cache, target=target)
     width = cache.layout(**sizes).width
-    attributes = {"softmax_scale": 1.0, "causal": 1, "latent_scale": 1.0, "rope_interleave": 1, **DEEPSEEK_SIZES}
+    attributes = {"softmax_scale": 1.0, "causal": 1, "latent_scale": 1.0, "rope_interleave": 1, "first_expert": 0}
+    dims = {**dict.fromkeys(OPS[op].dynamic_dims, 1), "heads": heads, **dims}
     return Problem(
-        dims={**DEEPSEEK_SIZES, "width": width, **dict.fromkeys(OPS[op].dynamic_dims, 1), "heads": heads, **dims},
-        attributes=attributes,
+        dims={**DEEPSEEK_SIZES, **OTHER_SIZES, "width": width, **dims},
+        attributes={**attributes, **DEEPSEEK_SIZES},
         model_dtype=dtype,
         cache_dtype=cache,
         target=target,

@@ -11,6 +11,9 @@ import numpy as np
 if TYPE_CHECKING:
     import onnx_ir
 
+# Rows and columns of an FP8 weight that share a scale.
+FP8_BLOCK_SIZE = 128
+
 
 class DType(StrEnum):
     """Element type of a network's activations and weights, or of a latent cache.
@@ -48,3 +51,29 @@ class DType(StrEnum):
         import onnx_ir
 
         return onnx_ir.DataType[{DType.FLOAT32: "FLOAT", DType.FLOAT16: "FLOAT16", DType.BFLOAT16: "BFLOAT16"}[self]]
+
+
+class ByteDType(StrEnum):
+    """Element type of weights that are bound as the bytes they are encoded in."""
+
+    INT8 = "int8"
+
+    @property
+    def itemsize(self) -> int:
+        """Size of one element in bytes."""
+        return 1
+
+    @property
+    def numpy(self) -> np.dtype[Any]:
+        """The numpy dtype."""
+        return np.dtype(np.int8)
+
+    @property
+    def onnx(self) -> onnx_ir.DataType:
+        """The ONNX element type."""
+        import onnx_ir
+
+        return onnx_ir.DataType.INT8
+
+
+WeightDType = DType | ByteDType

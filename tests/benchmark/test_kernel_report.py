@@ -17,7 +17,6 @@ from trtllm_mla.cache_rows import CacheDType
 from trtllm_mla.dtypes import DType
 from trtllm_mla.engine import kernel_compiler
 from trtllm_mla.engine.kernel_resources import InnerLoop, KernelResources, Spills
-from trtllm_mla.ops import OPS
 from trtllm_mla.targets import TARGETS, get_target
 
 SCRIPT = Path(__file__).parents[2] / "bench" / "kernel_report.py"
@@ -37,6 +36,7 @@ CHECKED = [
     ("sm_89", 96, CacheDType.FP8, DType.FLOAT16),
     ("sm_90", 20, CacheDType.FP8, DType.FLOAT32),
 ]
+LATENT_OPS = ["AppendLatent", "LatentAttention", "GatherLatent", "ContextAttention"]
 # Target, kernel, rows of a block, heads and cache of kernels that break a budget.
 BROKEN = {
     ("sm_80", "context_attention", 128, 24, CacheDType.BF16),
@@ -75,7 +75,7 @@ def kernels_for(
     dtype: DType = DType.BFLOAT16,
     op: str = "",
 ) -> list:
-    return report.find_kernels([op] if op else list(OPS), [get_target(target)], [heads], [dtype], [cache])
+    return report.find_kernels([op] if op else LATENT_OPS, [get_target(target)], [heads], [dtype], [cache])
 
 
 def one_kernel(
@@ -126,6 +126,19 @@ def test_default_tiles_keep_their_budgets(report, rows, target, heads, cache, dt
     assert seen >= {*copies, ("attend", 16), large}
     if target in ("sm_90", "sm_100") and cache not in ROW_BYTES:
         assert ("attend", 64) in seen
+
+
+@pytest.mark.parametrize("target", ["sm_89", "sm_90"])
+def test_experts_and_fp8_weights_keep_their_budgets(report, cache, target):
+    seen = set()
+    for op in ("RoutedExperts", "BlockScaledMatMul"):
+        for kernel in kernels_for(report, target, 8, op=op):
+            row = compiled(report, kernel, cache)
+            assert row.problems == (), (kernel.variant.kernel, kernel.rows)
+            seen.add((kernel.variant.kernel, row.outcome.resources.product))
+    large = "wgmma" if target == "sm_90" else "mma.sync"
+    assert seen >= {("gate_up", "mma.sync"), ("gate_up", large), ("down", large)}
+    assert {"sort_slots", "weighted_sum", "multiply", "sum_splits"} <= {name for name, _ in seen}
 
 
 def check_attention(kernel, resources: KernelResources, cache: CacheDType) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import struct
 import time
 import tracemalloc
@@ -95,6 +96,23 @@ class TestReading:
         assert not view.flags.writeable
         with pytest.raises(ValueError, match="read-only"):
             view[0, 0] = 1
+
+    def test_views_outlive_the_release_of_memory(self, tmp_path: Path) -> None:
+        write_checkpoint(tmp_path)
+        tensors = {"a": torch.randn(1 << 22), "b": torch.randn(300, 7)}
+        save_file(tensors, tmp_path / "model.safetensors")
+        checkpoint = Checkpoint.open(tmp_path)
+        views = {name: checkpoint.read(name) for name in tensors}
+        assert float(views["a"].sum()) == pytest.approx(float(tensors["a"].sum()), abs=1.0)
+
+        def resident() -> int:
+            return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+        before = resident()
+        checkpoint.release()
+        assert resident() < before - views["a"].nbytes // 2
+        for name, tensor in tensors.items():
+            assert np.array_equal(views[name], tensor.numpy())
 
     def test_data_that_starts_at_an_odd_byte(self, tmp_path: Path) -> None:
         values = np.arange(15, dtype=np.float32)

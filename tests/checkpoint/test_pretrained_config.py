@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trtllm_mla.checkpoint.pretrained_config import from_pretrained_config, to_pretrained_config
-from trtllm_mla.checkpoint.spec import ModelSpec, RopeSpec
+from trtllm_mla.checkpoint.spec import ModelSpec, MoeSpec, RopeSpec
 from trtllm_mla.dtypes import DType
 from trtllm_mla.errors import UserError
 
@@ -48,14 +48,57 @@ SPEC = ModelSpec(
     eos_token_ids=(1,),
 )
 
+MOE = MoeSpec(
+    num_experts=256,
+    top_k=8,
+    intermediate_size=2048,
+    shared_intermediate_size=2048,
+    scoring_func="sigmoid",
+    topk_method="noaux_tc",
+    n_group=8,
+    topk_group=4,
+    norm_topk_prob=True,
+    routed_scaling_factor=2.5,
+    correction_bias=True,
+    first_k_dense_replace=3,
+    moe_layer_freq=1,
+)
+
 positive = st.floats(1e-6, 1e6)
 dimensions = st.integers(1, 1 << 20)
 
 
 @st.composite
+def moe_specs(draw: st.DrawFn) -> MoeSpec:
+    method = draw(st.sampled_from(["greedy", "group_limited_greedy", "noaux_tc"]))
+    groups = 1 if method == "greedy" else draw(st.integers(1, 16))
+    experts_per_group = draw(st.integers(2, 32))
+    chosen = draw(st.integers(1, groups))
+    shortcut = draw(st.booleans())
+    return MoeSpec(
+        num_experts=groups * experts_per_group,
+        top_k=draw(st.integers(1, chosen * experts_per_group)),
+        intermediate_size=draw(dimensions),
+        shared_intermediate_size=draw(st.just(0) | dimensions),
+        scoring_func=draw(st.sampled_from(["softmax", "sigmoid"])),
+        topk_method=method,
+        n_group=groups,
+        topk_group=chosen,
+        norm_topk_prob=draw(st.booleans()),
+        routed_scaling_factor=draw(positive),
+        correction_bias=draw(st.booleans()),
+        first_k_dense_replace=draw(st.integers(0, 60)),
+        moe_layer_freq=2 if shortcut else draw(st.integers(1, 4)),
+        output_norm=draw(st.booleans()),
+        num_identity_experts=draw(st.integers(0, 300)) if groups == 1 else 0,
+        shortcut=shortcut,
+    )
+
+
+@st.composite
 def specs(draw: st.DrawFn) -> ModelSpec:
     half = draw(st.integers(1, 64))
-    rope_type = draw(st.sampled_from(["default", "linear", "yarn"]))
+    rope_type = draw(st.sampled_from(["default", "linear", "yarn", "longrope"]))
     rope = RopeSpec(2 * half, draw(st.floats(1.5, 1e9)), rope_type, draw(st.booleans()))
     if rope_type == "linear":
         rope = dataclasses.replace(rope, factor=draw(positive))
@@ -69,10 +112,19 @@ def specs(draw: st.DrawFn) -> ModelSpec:
             truncate=draw(st.booleans()),
             attention_factor=draw(positive),
         )
+    if rope_type == "longrope":
+        rope = dataclasses.replace(
+            rope,
+            factor=draw(positive),
+            original_max_position_embeddings=draw(dimensions),
+            attention_factor=draw(positive),
+            frequency_factors=tuple(draw(st.lists(positive, min_size=half, max_size=half))),
+        )
     return dataclasses.replace(
         SPEC,
         model_type=draw(st.sampled_from(["deepseek_v3", "youtu"])),
         dtype=draw(st.sampled_from(list(DType))),
+        num_hidden_layers=62,
         q_lora_rank=draw(st.none() | dimensions),
         kv_lora_rank=draw(dimensions),
         qk_rope_head_dim=2 * half,
@@ -84,6 +136,13 @@ def specs(draw: st.DrawFn) -> ModelSpec:
         rope=rope,
         bos_token_id=draw(st.none() | st.integers(0, 1000)),
         eos_token_ids=tuple(draw(st.lists(st.integers(0, 1000), max_size=3))),
+        moe=draw(st.none() | moe_specs()),
+        embedding_multiplier=draw(positive),
+        residual_multiplier=draw(positive),
+        logits_scaling=draw(positive),
+        query_scaling_beta=draw(st.floats(0, 1e3)) if rope_type in ("yarn", "longrope") else 0.0,
+        query_multiplier=draw(positive),
+        latent_multiplier=draw(positive),
     )
 
 
@@ -106,11 +165,64 @@ def test_keys_that_tensorrt_llm_reads() -> None:
         "position_embedding_type": "rope_gpt_neox",
         "rotary_base": 10000.0,
         "mapping": {"world_size": 1, "tp_size": 1, "pp_size": 1, "moe_tp_size": 1, "moe_ep_size": 1},
-        "quantization": {"quant_algo": None, "kv_cache_quant_algo": None},
+        "quantization": {"quant_algo": None, "kv_cache_quant_algo": None, "exclude_modules": None},
     }
     assert {name: config[name] for name in expected} == expected
     assert config["rotary_scaling"]["type"] == "yarn"
     assert config["rotary_scaling"]["factor"] == 40.0
+
+
+def test_keys_of_experts_that_tensorrt_llm_reads() -> None:
+    config = to_pretrained_config(dataclasses.replace(SPEC, moe=MOE))
+    assert config["moe"] == {
+        "num_experts": 256,
+        "shared_expert_intermediate_size": 2048,
+        "num_identity_experts": 0,
+        "top_k": 8,
+        "normalization_mode": 4,
+        "device_limited_n_group": 8,
+        "device_limited_topk_group": 4,
+        "device_limited_routed_scaling_factor": 2.5,
+        "topk_method": "noaux_tc",
+    }
+    expected = {"moe_inter_size": 2048, "scoring_func": "sigmoid", "first_k_dense_replace": 3, "moe_layer_freq": 1}
+    assert {name: config[name] for name in expected} == expected
+    assert to_pretrained_config(SPEC)["moe"] is None
+
+
+@pytest.mark.parametrize(
+    ("table", "key", "value"),
+    [
+        ("moe", "num_identity_experts", 1),
+        ("moe", "num_identity_experts", -1),
+        (None, "moe_shortcut", True),
+        (None, "moe_output_norm", None),
+        ("moe", "num_experts", 0),
+        ("moe", "num_experts", 1 << 20),
+        ("moe", "num_experts", 255),
+        ("moe", "top_k", 129),
+        ("moe", "normalization_mode", 1),
+        ("moe", "normalization_mode", 2),
+        ("moe", "topk_method", "greedy"),
+        ("moe", "device_limited_n_group", 256),
+        ("moe", "device_limited_topk_group", 9),
+        ("moe", "device_limited_routed_scaling_factor", 0),
+        ("moe", "shared_expert_intermediate_size", -1),
+        (None, "moe", None),
+        (None, "moe_inter_size", None),
+        (None, "scoring_func", "tanh"),
+        (None, "first_k_dense_replace", -1),
+        (None, "moe_layer_freq", 0),
+        (None, "e_score_correction_bias", "yes"),
+    ],
+)
+def test_unusable_value_of_experts(table: str | None, key: str, value: object) -> None:
+    config = to_pretrained_config(dataclasses.replace(SPEC, moe=MOE))
+    (config[table] if table else config)[key] = value
+    with pytest.raises(UserError, match=r"config\.json: ") as caught:
+        from_pretrained_config(config, source="network/config.json")
+    assert str(caught.value).startswith("network/config.json: ")
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -131,6 +243,12 @@ def test_keys_that_tensorrt_llm_reads() -> None:
         ("model_type", "llama"),
         ("rotary_scaling", {"type": "yarn"}),
         ("rotary_scaling", "yarn"),
+        ("embedding_multiplier", 0),
+        ("residual_multiplier", float("inf")),
+        ("logits_scaling", 0),
+        ("query_scaling_beta", -1),
+        ("query_multiplier", 0),
+        ("latent_multiplier", "2"),
         ("mapping", {"world_size": 2}),
         ("mapping", {"cp_size": 1}),
         ("quantization", {"quant_algo": "FP8", "kv_cache_quant_algo": None}),
@@ -159,6 +277,20 @@ def test_yarn_needs_its_keys(key: str) -> None:
     config: dict[str, Any] = to_pretrained_config(SPEC)
     config["rotary_scaling"][key] = None
     with pytest.raises(UserError, match=key):
+        from_pretrained_config(config, source="test")
+
+
+@pytest.mark.parametrize(("kind", "count"), [("yarn", 32), ("longrope", 0), ("longrope", 31)])
+def test_frequency_factors_of_other_counts(kind: str, count: int) -> None:
+    config: dict[str, Any] = to_pretrained_config(SPEC)
+    config["rotary_scaling"] |= {"type": kind, "frequency_factors": [1.0] * count}
+    with pytest.raises(UserError, match=f"found {count} frequency_factors"):
+        from_pretrained_config(config, source="test")
+
+
+def test_query_scaling_needs_positions() -> None:
+    config = to_pretrained_config(SPEC) | {"query_scaling_beta": 0.1, "rotary_scaling": None}
+    with pytest.raises(UserError, match="query_scaling_beta"):
         from_pretrained_config(config, source="test")
 
 

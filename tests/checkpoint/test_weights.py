@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support.configs import published_spec
 from tests.support.hf import ModelType, make_checkpoint
 from trtllm_mla.checkpoint.architectures import read_model_spec
 from trtllm_mla.checkpoint.files import Checkpoint
@@ -147,9 +149,12 @@ class TestCheck:
         assert skipped.keys() == add.keys()
         assert "multi-token prediction" in skipped["model.layers.2.shared_head.head.weight"]
 
-    def test_youtu_has_no_prediction_layers(self, tmp_path: Path) -> None:
-        path, _ = make_checkpoint(tmp_path, "youtu")
-        assert "eh_proj" in refusal(path, change(path, add={"model.layers.2.eh_proj.weight": torch.ones(2, 2)}))
+    @pytest.mark.parametrize("model_type", ["deepseek_v2", "glm4_moe_lite", "kimi_k2", "sarvam_mla", "youtu"])
+    def test_prediction_layers_of_any_architecture(self, tmp_path: Path, model_type: ModelType) -> None:
+        path, _ = make_checkpoint(tmp_path, model_type)
+        name = "model.layers.2.mlp.experts.3.up_proj.weight"
+        checkpoint = change(path, add={"model.layers.2.eh_proj.weight": torch.ones(2, 2), name: torch.ones(2, 2)})
+        assert "multi-token prediction" in check_checkpoint(build_weight_map(spec_of(path)), checkpoint)[name]
 
     def test_fewer_layers(self, path: Path) -> None:
         weight_map = build_weight_map(spec_of(path), num_layers=1)
@@ -201,6 +206,131 @@ class TestCheck:
         values["weights"]["copy"] = values["weights"]["model.norm.weight"]
         with pytest.raises(UserError, match="consumed twice"):
             check_checkpoint(WeightMap.model_validate(values), Checkpoint.open(path))
+
+
+class TestExperts:
+    """Experts, one tensor a projection on disk, stacked when they are bound."""
+
+    MLP = "model.layers.1.mlp."
+
+    @pytest.fixture
+    def path(self, tmp_path: Path) -> Path:
+        return make_checkpoint(tmp_path / "checkpoint", "deepseek_v2", dtype="bfloat16").path
+
+    @pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "sarvam_mla"])
+    def test_inputs_are_the_parameters_of_transformers(self, tmp_path: Path, model_type: ModelType) -> None:
+        path, model = make_checkpoint(tmp_path, model_type, first_k_dense_replace=1)
+        bound = bind(build_weight_map(spec_of(path)), Checkpoint.open(path), DType.FLOAT32)
+        state = {name: tensor.numpy() for name, tensor in model.state_dict().items() if ".mlp." in name}
+        assert {name for name in bound if ".mlp." in name} == state.keys()
+        for name, expected in state.items():
+            assert bound[name].flags.c_contiguous
+            np.testing.assert_array_equal(bound[name], expected)
+
+    def test_the_router_is_float32_in_every_network(self, path: Path) -> None:
+        weight_map = build_weight_map(spec_of(path))
+        stored = load_file(path / "model.safetensors")[f"{self.MLP}gate.weight"]
+        assert stored.dtype is torch.bfloat16
+        for dtype in DType:
+            bound = bind(weight_map, Checkpoint.open(path), dtype)
+            assert {name for name, found in weight_map.dtypes(dtype).items() if found is not dtype} == (
+                set() if dtype is DType.FLOAT32 else {f"{self.MLP}gate.weight"}
+            )
+            assert bound[f"{self.MLP}gate.weight"].dtype == np.float32
+            np.testing.assert_array_equal(bound[f"{self.MLP}gate.weight"], stored.float().numpy())
+            assert all(bound[name].dtype == found.numpy for name, found in weight_map.dtypes(dtype).items())
+
+    def test_a_bias_keeps_digits_that_the_network_has_not(self, tmp_path: Path) -> None:
+        path, model = make_checkpoint(tmp_path, "kimi_k2", dtype="bfloat16")
+        bias = model.model.layers[1].mlp.gate.e_score_correction_bias.numpy()
+        assert (bias != bias.astype(ml_dtypes.bfloat16)).any()
+        bound = bind(build_weight_map(spec_of(path)), Checkpoint.open(path), DType.BFLOAT16)
+        np.testing.assert_array_equal(bound[f"{self.MLP}gate.e_score_correction_bias"], bias)
+
+    @pytest.mark.parametrize("dtype", list(DType))
+    def test_parts_are_the_input_in_order(self, path: Path, dtype: DType) -> None:
+        bound = bind(build_weight_map(spec_of(path)), Checkpoint.open(path), dtype)
+        for name in bound:
+            parts = list(bound.parts(name))
+            assert all(part.flags.c_contiguous and part.dtype == bound[name].dtype for part in parts)
+            np.testing.assert_array_equal(np.concatenate([part.ravel() for part in parts]), bound[name].ravel())
+        assert len(list(bound.parts(f"{self.MLP}experts.gate_up_proj"))) == 2 * 12
+        assert {part.shape for part in bound.parts(f"{self.MLP}experts.gate_up_proj")} == {(36, 80)}
+
+    def test_parts_of_the_stored_type_are_views_of_the_file(self, path: Path) -> None:
+        checkpoint = Checkpoint.open(path)
+        bound = bind(build_weight_map(spec_of(path)), checkpoint, DType.BFLOAT16)
+        (first, *_, last) = bound.parts(f"{self.MLP}experts.down_proj")
+        for part, expert in ((first, 0), (last, 11)):
+            assert np.shares_memory(part, checkpoint.read(f"{self.MLP}experts.{expert}.down_proj.weight"))
+
+    def test_parts_take_the_memory_of_one_expert(self, tmp_path: Path) -> None:
+        path, _ = make_checkpoint(tmp_path, "deepseek_v2", n_routed_experts=64, moe_intermediate_size=500)
+        bound = bind(build_weight_map(spec_of(path)), Checkpoint.open(path), DType.FLOAT16)
+        name, expert_bytes = f"{self.MLP}experts.gate_up_proj", 500 * 80 * 2
+        tracemalloc.start()
+        assert sum(part.nbytes for part in bound.parts(name)) == 128 * expert_bytes
+        assert tracemalloc.get_traced_memory()[1] < 10 * expert_bytes
+        tracemalloc.stop()
+
+    @pytest.mark.parametrize("projection", ["gate", "up", "down"])
+    def test_missing_expert(self, path: Path, projection: str) -> None:
+        name = f"{self.MLP}experts.11.{projection}_proj.weight"
+        assert f"1 tensor missing: {name}" in refusal(path, change(path, remove=(name,)))
+
+    def test_one_expert_too_many(self, path: Path) -> None:
+        name = f"{self.MLP}experts.12.up_proj.weight"
+        assert f"not part of the network: {name}" in refusal(path, change(path, add={name: torch.ones(36, 80)}))
+
+    def test_shape_of_an_expert(self, path: Path) -> None:
+        name = f"{self.MLP}experts.7.down_proj.weight"
+        message = refusal(path, change(path, add={name: torch.ones(36, 80)}))
+        assert f"{name} (found [36, 80], expected [80, 36])" in message
+
+    def test_expert_that_is_consumed_twice(self, path: Path) -> None:
+        values = build_weight_map(spec_of(path)).model_dump(mode="json")
+        values["weights"]["copy"] = values["weights"][f"{self.MLP}experts.down_proj"]
+        with pytest.raises(UserError, match=r"12 tensors not consumed exactly once.*consumed twice"):
+            check_checkpoint(WeightMap.model_validate(values), Checkpoint.open(path))
+
+    def test_value_beyond_fp16_names_the_expert(self, path: Path) -> None:
+        name = f"{self.MLP}experts.5.up_proj.weight"
+        checkpoint = change(path, add={name: torch.full((36, 80), 1e6, dtype=torch.bfloat16)})
+        bound = bind(build_weight_map(spec_of(path)), checkpoint, DType.FLOAT16)
+        with pytest.raises(UserError, match=rf"{name}: found the value .* range of float16"):
+            bound[f"{self.MLP}experts.gate_up_proj"]
+
+    @pytest.mark.parametrize(
+        "edit",
+        [
+            {"shape": [4097, 72, 80]},
+            {"shape": [12, 71, 80]},
+            {"shape": [12, 72]},
+            {"projections": []},
+            {"projections": ["a", "b", "c"]},
+            {"prefix": "../"},
+            {"dtype": "float8"},
+        ],
+    )
+    def test_edited_by_a_stranger(self, path: Path, tmp_path: Path, edit: dict[str, Any]) -> None:
+        values = build_weight_map(spec_of(path)).model_dump(mode="json", exclude_none=True)
+        values["weights"][f"{self.MLP}experts.gate_up_proj"] |= edit
+        (tmp_path / "weights.json").write_text(json.dumps(values))
+        with pytest.raises(UserError, match="gate_up_proj"):
+            WeightMap.load(tmp_path / "weights.json")
+
+    def test_round_trip(self, path: Path, tmp_path: Path) -> None:
+        weight_map = build_weight_map(spec_of(path))
+        weight_map.save(tmp_path / "weights.json")
+        assert WeightMap.load(tmp_path / "weights.json") == weight_map
+
+    def test_full_size_map_is_small_and_quick(self) -> None:
+        """46,000 tensors of 256 experts in 58 layers."""
+        start = time.process_time()
+        weight_map = build_weight_map(published_spec("deepseek_v3"))
+        assert time.process_time() - start < 2
+        assert len(weight_map.model_dump_json()) < 1 << 20
+        assert sum(len(source.tensors) for source in weight_map.weights.values()) > 45_000
 
 
 class TestFile:

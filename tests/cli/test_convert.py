@@ -76,8 +76,8 @@ def edit_config(**values):
         (edit_tensors(remove_one), "model.norm.weight"),
         (edit_tensors(add_one), "model.layers.0.extra.weight"),
         (edit_tensors(cut_one), "model.layers.1.self_attn.o_proj.weight"),
-        (edit_config(model_type="llama"), "deepseek_v3, youtu"),
-        (edit_config(first_k_dense_replace=0), "first_k_dense_replace"),
+        (edit_config(model_type="llama"), "deepseek_v2, deepseek_v3"),
+        (edit_config(first_k_dense_replace=0), "model.layers.0.mlp.gate.weight"),
         (edit_config(kv_lora_rank=-1), "kv_lora_rank"),
     ],
 )

@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from tests.support.hf import make_checkpoint
 from trtllm_mla.cli.inspect import describe
 
 
@@ -43,6 +44,18 @@ def test_a_quantised_cache_takes_codes_scales_and_a_bfloat16_rotary_key(
     assert (cache["dtype"], cache["latent"]) == (kv_cache_dtype, 2 * row)
     assert cache["decompressed"] == 2 * 5 * (48 + 32 + 40) * 4
     assert f"Cache in {kv_cache_dtype}" in command("inspect", checkpoint[0], "--plugin-config", path).out
+
+
+def test_experts(command, tmp_path):
+    path, _ = make_checkpoint(tmp_path, "deepseek_v2", dtype="bfloat16", num_layers=3)
+    values = command("inspect", path, "--json").json
+    assert values["num_moe_layers"] == 2
+    assert values["expert_bytes"] == 2 * 2 * 12 * 3 * 36 * 80
+    assert values["active_parameters"] == values["parameters"] - 2 * 9 * 3 * 36 * 80
+    text = " ".join(command("inspect", path).out.replace("│", " ").split())
+    assert "12 of width 36 in 2 of 3 layers" in text
+    assert "softmax, group_limited_greedy: 3 experts a token from 2 of 4 groups, weights times 4" in text
+    assert "one in each of 2 layers" in text
 
 
 def test_weights_may_be_absent(tmp_path, checkpoint):

@@ -23,7 +23,10 @@ from trtllm_mla.ops.plan import KernelVariant
 from trtllm_mla.targets import Target, get_target
 
 DIMS = {"heads": 5, "kv_lora_rank": 128, "rope_dim": 64, "nope_dim": 48, "v_dim": 40, "width": 192, "page_size": 64}
+DIMS |= {"experts": 6, "top_k": 2, "hidden_size": 72, "intermediate_size": 40, "gate_up_size": 80}
+DIMS |= {"out_features": 300, "in_features": 260, "scale_rows": 3, "scale_columns": 3}
 ATTRIBUTES = {"kv_lora_rank": 128, "rope_dim": 64, "rope_interleave": 1, "softmax_scale": 0.125, "latent_scale": 1.0}
+ATTRIBUTES |= {"first_expert": 0}
 SM_89 = get_target("sm_89")
 
 

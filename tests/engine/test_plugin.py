@@ -6,9 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
 from tests.engine.fakes import RecordingDriver
+from tests.ops.test_bodies import body_types, parse_native, single_op_model
 from trtllm_mla.cache_rows import CacheDType
 from trtllm_mla.dtypes import DType
 from trtllm_mla.engine.backend import load_backend
@@ -16,7 +18,7 @@ from trtllm_mla.engine.kernel_compiler import compile_kernels
 from trtllm_mla.engine.launcher import Launcher
 from trtllm_mla.engine.operation import OperationSettings, TargetTile
 from trtllm_mla.engine.plugin import PluginLibrary, plugin_library
-from trtllm_mla.ops import DOMAIN, OPS
+from trtllm_mla.ops import DOMAIN, OPS, VERSION
 from trtllm_mla.targets import get_target
 
 trt: Any = pytest.importorskip("tensorrt_rtx")
@@ -38,6 +40,8 @@ FIELDS: dict[str, dict[str, Any]] = {
         "softmax_scale": np.array([0.1352], np.float32),
         "causal": np.array([1], np.int32),
     },
+    "RoutedExperts": {"first_expert": np.array([4], np.int32)},
+    "BlockScaledMatMul": {},
 }
 SIZES = {
     "tokens": 7,
@@ -55,6 +59,16 @@ SIZES = {
     "pages_per_request": 7,
     "longest_query": 4,
     "longest_key": 30,
+    "experts": 6,
+    "top_k": 2,
+    "hidden_size": 72,
+    "intermediate_size": 40,
+    "gate_up_size": 80,
+    "rows": 7,
+    "in_features": 1100,
+    "out_features": 72,
+    "scale_rows": 1,
+    "scale_columns": 9,
 }
 
 
@@ -143,6 +157,7 @@ class TestBuildTime:
         types = {
             "model": trt.DataType.BF16,
             "cache": trt.DataType.HALF,
+            "int8": trt.DataType.INT8,
             "int32": trt.DataType.INT32,
             "float32": trt.DataType.FLOAT,
         }
@@ -206,6 +221,37 @@ class TestBuildTime:
             assert (len(library.built), library.num_aliases_declared, len(library.failures)) == (0, 0, 0)
 
 
+class TestBuild:
+    @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT32])
+    def test_routed_experts_become_a_plugin_layer(self, library: PluginLibrary, dtype: DType) -> None:
+        """The parser takes the plugin, although the function's body is there too, and the builder its workspace."""
+        op, name = OPS["RoutedExperts"], "RoutedExperts"
+        settings = OperationSettings(dtype, CacheDType.BF16, (TargetTile("sm_89", 32, 2),))
+        fixed = {key: value for key, value in SIZES.items() if key not in op.dynamic_dims}
+        model = single_op_model(op, body_types(dtype, CacheDType.BF16), {"first_expert": 4}, fixed)
+        for key, value in (("plugin_namespace", DOMAIN), ("plugin_version", VERSION)):
+            model.graph.node[0].attribute.append(onnx.helper.make_attribute(key, value))
+            model.functions[0].attribute.append(key)
+        with library.building(settings):
+            builder, network = parse_native(model)
+            assert [network.get_layer(index).type for index in range(network.num_layers)] == [trt.LayerType.PLUGIN_V3]
+            assert tuple(network.get_output(0).shape) == (-1, SIZES["hidden_size"])
+            config, profile = builder.create_builder_config(), builder.create_optimization_profile()
+            config.num_compute_capabilities = 1
+            config.set_compute_capability(trt.ComputeCapability.SM89, 0)
+            for tensor in op.inputs:
+                limits = [[fixed.get(str(dim), tokens) for dim in tensor.dims] for tokens in (0, 7, 300)]
+                profile.set_shape(tensor.name, *limits)
+            assert config.add_optimization_profile(profile) == 0
+            engine = builder.build_serialized_network(network, config)
+            assert library.failures == []
+        assert engine is not None
+        ((_, operation),) = library.built
+        assert operation.attributes == {"first_expert": 4}
+        for field in (name, "first_expert", "workspace_bytes", str(dtype)):
+            assert field.encode() in bytes(engine)
+
+
 class TestSerialisation:
     @pytest.mark.parametrize("name", sorted(OPS))
     def test_survives_the_way_through_the_fields(self, building: PluginLibrary, launcher: Launcher, name: str) -> None:
@@ -235,7 +281,8 @@ class TestRunTime:
     def addresses(self, name: str) -> tuple[list[int], list[int]]:
         op = OPS[name]
         inputs = [0x7F0000000000 + 4096 * index for index in range(len(op.inputs))]
-        outputs = [inputs[op.aliases[i]] if i in op.aliases else 0x7E0000000000 + 4096 * i for i in range(2)]
+        free = [0x7E0000000000 + 4096 * index for index in range(len(op.outputs))]
+        outputs = [inputs[op.aliases[i]] if i in op.aliases else address for i, address in enumerate(free)]
         return inputs, outputs
 
     @pytest.mark.parametrize("name", sorted(OPS))

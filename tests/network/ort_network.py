@@ -17,6 +17,7 @@ from trtllm_mla.checkpoint.architectures import read_model_spec
 from trtllm_mla.checkpoint.files import Checkpoint
 from trtllm_mla.checkpoint.rope import rotary_cos_sin
 from trtllm_mla.checkpoint.spec import ModelSpec
+from trtllm_mla.checkpoint.weights import build_weight_map
 from trtllm_mla.config import MlaPluginConfig
 from trtllm_mla.dtypes import DType
 from trtllm_mla.network.contract import LOGITS, past_latent, present_latent
@@ -28,6 +29,15 @@ def graph_weights(model: Any, spec: ModelSpec, dtype: DType) -> dict[str, torch.
     """The graph's weight inputs, cut from a transformers model's own state."""
     weights = {}
     for name, tensor in model.state_dict().items():
+        if name.endswith("e_score_correction_bias") and spec.moe is not None and not spec.moe.correction_bias:
+            continue
+        # transformers renames it when it loads a checkpoint.
+        name = name.replace(".mlp.post_mlp_layernorm.", ".post_mlp_layernorm.")
+        if spec.model_type == "longcat_flash":
+            name = _longcat_name(name)
+            if name.endswith("experts.gate_up_proj"):
+                # transformers gives experts without weights a gate that it never uses.
+                tensor = tensor[: spec.moe.num_experts] if spec.moe is not None else tensor
         if name.endswith("kv_b_proj.weight"):
             heads = tensor.reshape(spec.num_attention_heads, -1, spec.kv_lora_rank)
             prefix = name.removesuffix("kv_b_proj.weight")
@@ -35,7 +45,20 @@ def graph_weights(model: Any, spec: ModelSpec, dtype: DType) -> dict[str, torch.
             weights[f"{prefix}v_up"] = heads[:, spec.qk_nope_head_dim :]
         elif not (name == "lm_head.weight" and spec.tie_word_embeddings):
             weights[name] = tensor
-    return {name: tensor.to(torch_dtype(dtype)).contiguous() for name, tensor in weights.items()}
+    dtypes = build_weight_map(spec).dtypes(dtype)
+    return {name: tensor.to(torch_dtype(dtypes[name])).contiguous() for name, tensor in weights.items()}
+
+
+def _longcat_name(name: str) -> str:
+    """What the network calls a parameter: each half of a layer is a layer there."""
+    name = name.replace(".mlp.router.classifier.", ".mlp.gate.").replace(".mlp.router.", ".mlp.gate.")
+    parts = name.split(".")
+    if parts[:2] != ["model", "layers"]:
+        return name
+    halves = [index for index, part in enumerate(parts[4:], 4) if part in ("0", "1")]
+    half = int(parts.pop(halves[0])) if halves else 0
+    parts[2] = str(2 * int(parts[2]) + half)
+    return ".".join("mlp" if part == "mlps" else part for part in parts)
 
 
 @dataclass

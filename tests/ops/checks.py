@@ -102,6 +102,7 @@ def _check_argument(
         element_types = {
             "model": problem.model_dtype.triton,
             "cache": problem.cache_dtype.triton,
+            "int8": "i8",
             "int32": "i32",
             "float32": "fp32",
         }

@@ -1,4 +1,4 @@
-"""The four MLA operations in float64, written to be obviously right.
+"""The operations in float64, written to be obviously right.
 
 Each function takes the tensors and attributes of the operation's contract (any element types), upcasts floating
 point values to float64, and returns the operation's outputs in float64. Values that an operation must not read
@@ -217,3 +217,32 @@ def context_attention(
                 key = torch.cat([k_nope[seen, head], k_pe[seen]], dim=-1)
                 output[token, head], log_sum_exp[token, head] = attend(query, key, v[seen, head], softmax_scale)
     return output, log_sum_exp
+
+
+def routed_experts(
+    hidden: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    *,
+    first_expert: int,
+) -> Tensor:
+    """Returns the output. Weights of experts that no token chose are not touched."""
+    experts, hidden_size, intermediate_size = down_proj.shape
+    output = torch.zeros(hidden.shape[0], hidden_size, dtype=torch.float64)
+    for token, (ids, weights) in enumerate(zip(expert_ids.tolist(), expert_weights.double(), strict=True)):
+        for expert_id, weight in zip(ids, weights, strict=True):
+            expert = expert_id - first_expert
+            if 0 <= expert < experts:
+                rows = gate_up_proj[expert].double() @ hidden[token].double()
+                gate, up = rows[:intermediate_size], rows[intermediate_size:]
+                output[token] += weight * (down_proj[expert].double() @ (gate / (1 + torch.exp(-gate)) * up))
+    return output
+
+
+def block_scaled_mat_mul(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """Returns the output. Scales are repeated over their blocks, the last of which may be cut off."""
+    out_features, in_features = weight.shape
+    scales = scale.double().repeat_interleave(128, 0)[:out_features].repeat_interleave(128, 1)[:, :in_features]
+    return x.double() @ (weight.view(torch.float8_e4m3fn).double() * scales).T

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.ops import reference
-from tests.ops.checks import as_cache_dtype
+from tests.ops.checks import TOLERANCE, as_cache_dtype, relative_error
 from tests.support.ort import from_ort, to_ort, torch_dtype
 from trtllm_mla.cache_rows import CacheDType
 from trtllm_mla.dtypes import DType
@@ -29,6 +29,8 @@ ATTRIBUTES: dict[str, dict[str, Attribute]] = {
     "GatherLatent": {"kv_lora_rank": LATENT, "rope_dim": ROPE, "latent_scale": 1.0},
     "LatentAttention": {"softmax_scale": SCALE, "latent_scale": 1.0},
     "ContextAttention": {"softmax_scale": SCALE, "causal": 1},
+    "RoutedExperts": {"first_expert": 2},
+    "BlockScaledMatMul": {},
 }
 # Sizes fixed when an engine is built.
 STATIC = {
@@ -39,6 +41,15 @@ STATIC = {
     "width": LATENT + ROPE,
     "v_dim": V,
     "page_size": 16,
+    "experts": 7,
+    "top_k": 3,
+    "hidden_size": 100,
+    "intermediate_size": 52,
+    "gate_up_size": 104,
+    "in_features": 200,
+    "out_features": 300,
+    "scale_rows": 3,
+    "scale_columns": 2,
 }
 TYPES = [
     (DType.FLOAT32, DType.FLOAT32),
@@ -58,6 +69,7 @@ def single_op_model(
     element_types = {
         "model": types.model_dtype.onnx,
         "cache": types.cache_dtype.onnx,
+        "int8": onnx_ir.DataType.INT8,
         "int32": onnx_ir.DataType.INT32,
         "float32": onnx_ir.DataType.FLOAT,
     }
@@ -329,9 +341,66 @@ def test_context_attention(model_dtype: DType, queries: list[int], lengths: list
     torch.testing.assert_close(found_lse.double(), expected_lse, rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.FLOAT16])
+@pytest.mark.parametrize(
+    "ids",
+    [
+        pytest.param([], id="no tokens"),
+        pytest.param([[3, 8]], id="one token"),
+        pytest.param([[2, 3], [8, 2], [5, 3], [3, 8], [2, 5]], id="experts without tokens"),
+        pytest.param([[4, 6]] * 9, id="the same experts for all"),
+        pytest.param([[4, 4], [3, 4], [4, 3]], id="an expert twice"),
+        pytest.param([[1, 2], [9, 0], [-1, 8], [-(2**31), 2**31 - 1], [5, -3]], id="ids outside"),
+    ],
+)
+def test_routed_experts(dtype: DType, ids: list[list[int]]) -> None:
+    """Weights of experts that were not chosen are NaN."""
+    generator = torch.Generator().manual_seed(len(ids))
+    experts, hidden_size, intermediate_size = (
+        STATIC[name] for name in ("experts", "hidden_size", "intermediate_size")
+    )
+    expert_ids = torch.tensor(ids, dtype=torch.int32).reshape(len(ids), 2)
+    unused = sorted(set(range(experts)) - {expert_id - 2 for token in ids for expert_id in token})
+    gate_up_proj = torch.randn(experts, 2 * intermediate_size, hidden_size, generator=generator) * hidden_size**-0.5
+    down_proj = torch.randn(experts, hidden_size, intermediate_size, generator=generator) * intermediate_size**-0.5
+    gate_up_proj[unused] = down_proj[unused] = float("nan")
+    hidden = torch.randn(len(ids), hidden_size, generator=generator)
+    inputs = [value.to(torch_dtype(dtype)) for value in (hidden, gate_up_proj, down_proj)]
+    inputs += [expert_ids, torch.rand(len(ids), 2, generator=generator) + 0.1]
+    (found,) = run_body("RoutedExperts", inputs, model_dtype=dtype, cache_dtype=DType.FLOAT32)
+    expected = reference.routed_experts(*inputs, first_expert=2)
+    assert (found.dtype, found.shape) == (torch_dtype(dtype), (len(ids), hidden_size))
+    assert torch.isfinite(found).all()
+    assert (found[(expected == 0).all(dim=1)] == 0).all()
+    if ids:
+        assert relative_error(found, expected) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.FLOAT16])
+@pytest.mark.parametrize("rows", [0, 1, 9])
+@pytest.mark.parametrize(("out_features", "in_features"), [(300, 200), (128, 256), (1, 1), (576, 130)])
+def test_block_scaled_mat_mul(dtype: DType, rows: int, out_features: int, in_features: int) -> None:
+    """Every code but NaN, which stays NaN."""
+    generator = torch.Generator().manual_seed(rows)
+    codes = torch.tensor([code for code in range(-128, 128) if code & 0x7F != 0x7F], dtype=torch.int8)
+    weight = codes[torch.randint(len(codes), (out_features, in_features), generator=generator)]
+    scale = torch.rand(-(-out_features // 128), -(-in_features // 128), generator=generator) + 0.01
+    x = torch.randn(rows, in_features, generator=generator).to(torch_dtype(dtype))
+    (found,) = run_body("BlockScaledMatMul", [x, weight, scale], model_dtype=dtype, cache_dtype=DType.FLOAT32)
+    expected = reference.block_scaled_mat_mul(x, weight, scale)
+    assert (found.dtype, found.shape) == (torch_dtype(dtype), expected.shape)
+    if rows:
+        assert relative_error(found, expected) <= TOLERANCE[dtype]
+        weight[0, 0] = 0x7F
+        (found,) = run_body("BlockScaledMatMul", [x, weight, scale], model_dtype=dtype, cache_dtype=DType.FLOAT32)
+        assert found[:, 0].isnan().all()
+        assert found[:, 1:].isfinite().all()
+
+
 # Least, usual and greatest sizes of the other dimensions.
 DYNAMIC = {
     "tokens": (0, 8, 64),
+    "rows": (0, 8, 64),
     "keys": (0, 8, 128),
     "requests": (0, 2, 8),
     "longest_query": (0, 4, 16),

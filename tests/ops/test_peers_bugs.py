@@ -45,9 +45,12 @@ Paths are relative to ``tests/``. A source is a repository's issue or pull reque
     ops/test_peers_bugs.py::test_a_step_beyond_every_grid_is_refused
     ops/test_plan.py::test_grids_beyond_the_limits_are_refused
 13. Results depend on the batch (deepseek-ai/FlashMLA#212). Promised: AppendLatent, GatherLatent and ContextAttention
-    give a request the same bits in every batch; LatentAttention does where row block and pieces are the same, which
-    follow from the batch, and otherwise agrees to rounding:
+    give a request the same bits in every batch; LatentAttention does where row block and pieces are the same,
+    RoutedExperts where the tile is, and BlockScaledMatMul where tile and split are, which follow from the batch, and
+    otherwise they agree to rounding:
     ops/test_peers_bugs.py::test_context_attention_gives_the_same_bits_in_every_batch
+    ops/routed_experts/test_kernels.py::test_one_token_does_not_depend_on_others
+    ops/block_scaled_mat_mul/test_kernels.py::test_one_row_does_not_depend_on_others
     ops/test_peers_bugs.py::test_latent_attention_in_a_batch_that_splits_otherwise
     ops/latent_attention/test_kernels.py::test_a_request_alone_gives_the_same_bits_as_in_a_batch
 14. The merge strides over more parts than there are, beyond 64K keys (local-inference-lab/vllm#17):
@@ -55,9 +58,12 @@ Paths are relative to ``tests/``. A source is a repository's issue or pull reque
     ops/latent_attention/test_plan.py::test_split_launches_share_the_partial_results
 15. The workspace must be zero (flashinfer-ai/flashinfer#3474, #2408):
     ops/test_peers_bugs.py::test_the_workspace_may_hold_anything
+    ops/routed_experts/test_kernels.py::test_the_workspace_may_hold_anything
 16. The workspace is too small with the log-sum-exp (vllm-project/vllm#50781):
     ops/test_peers_bugs.py::test_the_workspace_may_hold_anything
     ops/latent_attention/test_plan.py::test_the_workspace_of_every_smaller_step_stays_within_the_bound
+    ops/routed_experts/test_plan.py::test_the_workspace_of_every_smaller_step_stays_within_the_bound
+    ops/block_scaled_mat_mul/test_plan.py::test_the_workspace_of_every_smaller_step_stays_within_the_bound
 17. Inputs that are not contiguous give wrong results (flashinfer-ai/flashinfer#1341):
     ops/test_peers_bugs.py::test_tensors_with_gaps_are_refused
     runtime/executors/test_onnxruntime.py::test_contiguous_weights_are_not_copied
@@ -91,6 +97,8 @@ import torch
 from tests.ops import reference
 from tests.ops.append_latent.test_kernels import make_inputs as append_inputs
 from tests.ops.append_latent.test_plan import PROBLEM as APPEND_PROBLEM
+from tests.ops.block_scaled_mat_mul.test_kernels import make_inputs as linear_inputs
+from tests.ops.block_scaled_mat_mul.test_plan import PROBLEM as LINEAR_PROBLEM
 from tests.ops.checks import LOG_SUM_EXP_TOLERANCE, TOLERANCE, as_cache_dtype, check_plan, interpret, relative_error
 from tests.ops.context_attention.test_kernels import attend as attend_context
 from tests.ops.context_attention.test_kernels import make_inputs as context_inputs
@@ -110,6 +118,8 @@ from tests.ops.latent_attention.test_kernels import attend as attend_latent
 from tests.ops.latent_attention.test_kernels import make_inputs as latent_inputs
 from tests.ops.latent_attention.test_plan import PROBLEM as LATENT_PROBLEM
 from tests.ops.latent_attention.test_plan import scalars
+from tests.ops.routed_experts.test_kernels import make_inputs as experts_inputs
+from tests.ops.routed_experts.test_plan import PROBLEM as EXPERTS_PROBLEM
 from trtllm_mla.dtypes import DType
 from trtllm_mla.ops import OPS
 from trtllm_mla.ops.append_latent import APPEND_LATENT
@@ -120,6 +130,7 @@ from trtllm_mla.ops.interpreter import run_plan
 from trtllm_mla.ops.kernels import interpreted_kernel, jit_kernel
 from trtllm_mla.ops.latent_attention import LATENT_ATTENTION
 from trtllm_mla.ops.plan import Launch, LaunchPlan, TensorArgument, WorkspaceArgument
+from trtllm_mla.ops.routed_experts import ROUTED_EXPERTS
 from trtllm_mla.targets import TARGETS, Target
 
 TESTS = Path(__file__).parent.parent
@@ -134,6 +145,8 @@ PROBLEMS = {
     "GatherLatent": GATHER_PROBLEM,
     "LatentAttention": LATENT_PROBLEM,
     "ContextAttention": CONTEXT_PROBLEM,
+    "RoutedExperts": EXPERTS_PROBLEM,
+    "BlockScaledMatMul": LINEAR_PROBLEM,
 }
 
 Tensors = dict[str, torch.Tensor]
@@ -395,6 +408,80 @@ class TestAddressesBeyond32Bits:
         assert relative_error(tensors["output"][-1, head], expected) <= TOLERANCE[DTYPE]
         assert abs(tensors["log_sum_exp"][-1, head] - log_sum_exp) <= LOG_SUM_EXP_TOLERANCE
 
+    def test_routed_experts_find_their_weights(self, run_programs: RunPrograms) -> None:
+        """The last of 2^20 + 1 experts, chosen by the second of two tokens."""
+        experts, hidden_size, intermediate_size = 2**20 + 1, 64, 64
+        tensors = {
+            "hidden": random(2, hidden_size),
+            "gate_up_proj": untouched(experts, 2 * intermediate_size, hidden_size),
+            "down_proj": untouched(experts, hidden_size, intermediate_size),
+            "expert_ids": int32(0, experts - 1).view(2, 1),
+            "expert_weights": torch.tensor([[1.0], [0.7]]),
+            "output": torch.zeros(2, hidden_size, dtype=torch.bfloat16),
+            "num_blocks": int32(1),
+            "block_expert": int32(experts - 1),
+            "block_slots": int32(1, *[-1] * 15),
+            "gated": torch.zeros(2, intermediate_size, dtype=torch.bfloat16),
+            "partial": torch.zeros(2, 128),
+        }
+        for name in ("gate_up_proj", "down_proj"):
+            tensors[name][-1] = random(*tensors[name].shape[1:]) / 8
+        _, gate_up, down, weighted_sum = routed_experts_launches(tensors, first_expert=0)
+        run_programs(gate_up, [(0, 0, 0)], tensors)
+        run_programs(down, [(0, 0, 0)], tensors)
+        run_programs(weighted_sum, [(1, 0, 0)], tensors)
+        expected = expected_of_last_token(tensors, first_expert=experts - 1)
+        assert relative_error(tensors["output"][-1:], expected) <= TOLERANCE[DTYPE]
+
+    def test_routed_experts_find_their_tokens(self, run_programs: RunPrograms) -> None:
+        """The last of 2^25 + 1 tokens, the only one with an expert here; its row block stands first."""
+        tokens, hidden_size, intermediate_size = 2**25 + 1, 256, 128
+        tensors = {
+            "hidden": untouched(tokens, hidden_size),
+            "gate_up_proj": random(1, 2 * intermediate_size, hidden_size) / 16,
+            "down_proj": random(1, hidden_size, intermediate_size) / 8,
+            "expert_ids": untouched(tokens, 1, dtype=torch.int32),
+            "expert_weights": untouched(tokens, 1, dtype=torch.float32),
+            "output": untouched(tokens, hidden_size),
+            "num_blocks": int32(1),
+            "block_expert": int32(0),
+            "block_slots": int32(tokens - 1, *[-1] * 127),
+            "gated": untouched(tokens, intermediate_size),
+            "partial": untouched(tokens, 128, dtype=torch.float32),
+        }
+        tensors["hidden"][-1], tensors["expert_ids"][-1], tensors["expert_weights"][-1] = random(hidden_size), 1, 0.7
+        _, gate_up, *bands = routed_experts_launches(tensors, first_expert=1)
+        assert [launch.variant.kernel for launch in bands] == ["down", "weighted_sum"] * 2
+        # Eight row blocks take turns.
+        run_programs(gate_up, [(0, 0, 0), (8, 0, 0)], tensors)
+        for down, weighted_sum in (bands[:2], bands[2:]):
+            run_programs(down, [(0, 0, 0)], tensors)
+            run_programs(weighted_sum, [(tokens - 1, 0, 0)], tensors)
+        expected = expected_of_last_token(tensors, first_expert=1)
+        assert relative_error(tensors["output"][-1:], expected) <= TOLERANCE[DTYPE]
+
+
+def routed_experts_launches(tensors: Tensors, *, first_expert: int) -> list[Launch]:
+    """The launches, with tensors, named as the kernels' parameters, in place of parts of the workspace."""
+    op = ROUTED_EXPERTS
+    dims = op.resolve_dims({tensor.name: tuple(tensors[tensor.name].shape) for tensor in op.inputs})
+    problem = Problem(dims, {"first_expert": first_expert}, DTYPE, as_cache_dtype(DTYPE), TARGETS["sm_90"], 16, 2)
+    launches = []
+    for launch in check_plan(op, problem).launches:
+        arguments = (
+            TensorArgument(name) if isinstance(argument, WorkspaceArgument) else argument
+            for (name, _), argument in zip(launch.variant.signature, launch.arguments, strict=True)
+        )
+        launches.append(replace(launch, arguments=tuple(arguments)))
+    return launches
+
+
+def expected_of_last_token(tensors: Tensors, *, first_expert: int) -> torch.Tensor:
+    """What the last token gets from the last expert."""
+    last = {name: tensors[name][-1:] for name in ("hidden", "expert_ids", "expert_weights")}
+    weights = {name: tensors[name][-1:] for name in ("gate_up_proj", "down_proj")}
+    return reference.routed_experts(**last, **weights, first_expert=first_expert)
+
 
 def test_merge_of_empty_parts() -> None:
     """Rows whose parts are all empty, all but one, and none; an empty part's output was never written.
@@ -448,7 +535,10 @@ def test_no_program_waits_for_another(op: OpDefinition) -> None:
     for variant in op.variants(PROBLEMS[op.name]):
         source = Path(jit_kernel(op.name, variant.kernel).fn.__code__.co_filename).read_text()
         assert f"def {variant.kernel}(" in source
-        assert not re.search(r"\btl\.(atomic|debug_barrier|inline_asm)", source)
+        assert not re.search(r"\btl\.(atomic|debug_barrier)", source)
+        assembled = re.findall(r"\btl\.inline_asm\w*\(\s*\"(\w+)", source)
+        assert len(assembled) == source.count("inline_asm")
+        assert set(assembled) <= {"fma"}
         assert not hasattr(variant, "num_ctas")
 
 
@@ -515,6 +605,8 @@ LARGE_STEPS: dict[str, dict[str, int]] = {
     "GatherLatent": {"keys": 8 * 200_000},
     "LatentAttention": {"tokens": 200_000, "requests": 200_000, "longest_query": 1},
     "ContextAttention": {"tokens": 20_000, "requests": 20_000, "longest_query": 1, "keys": 10**6},
+    "RoutedExperts": {"tokens": 200_000},
+    "BlockScaledMatMul": {"rows": 200_000},
 }
 
 
@@ -527,7 +619,7 @@ def test_large_steps_lie_along_x(op: OpDefinition) -> None:
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 def test_a_step_beyond_every_grid_is_refused(op: OpDefinition) -> None:
     dims = {name: size * 2**20 for name, size in LARGE_STEPS[op.name].items()}
-    with pytest.raises(ValueError, match="found grid"):
+    with pytest.raises(ValueError, match=r"found grid|found \d+ (tokens|rows)"):
         op.plan(problem_for(op, dims))
 
 
@@ -600,12 +692,16 @@ INPUTS: dict[str, Callable[[], Tensors]] = {
     "GatherLatent": gather_inputs,
     "LatentAttention": lambda: latent_inputs([(2, 20), (3, 30)], DTYPE),
     "ContextAttention": lambda: context_inputs([(5, 9), (3, 3)], DTYPE),
+    "RoutedExperts": lambda: experts_inputs([[0, 4], [3, 0], [2, 6]], DTYPE),
+    "BlockScaledMatMul": lambda: linear_inputs(3, 130, 140, DTYPE),
 }
 ATTRIBUTES: dict[str, dict[str, Attribute]] = {
     "AppendLatent": {"rope_interleave": 1, "latent_scale": 1.0},
     "GatherLatent": {"kv_lora_rank": 96, "rope_dim": 32, "latent_scale": 1.0},
     "LatentAttention": {"softmax_scale": SCALE, "latent_scale": 1.0},
     "ContextAttention": {"softmax_scale": SCALE, "causal": 1},
+    "RoutedExperts": {"first_expert": 0},
+    "BlockScaledMatMul": {},
 }
 # Kernels never see these: their shapes say how long the longest request is.
 SHAPE_CARRIERS = {"query_index", "key_index"}

@@ -6,11 +6,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.support.configs import published_spec
 from trtllm_mla.cache_rows import CacheDType
+from trtllm_mla.checkpoint.footprint import weight_footprint
 from trtllm_mla.errors import UserError
 from trtllm_mla.roofline.formats import FORMATS, RowFormat, default_formats
 from trtllm_mla.roofline.gpus import GPUS
-from trtllm_mla.roofline.model import Weights, capacity, format_report, make_roofline, row_floor
+from trtllm_mla.roofline.model import capacity, format_report, make_roofline, row_floor
 
 GIB = 1 << 30
 
@@ -140,18 +142,19 @@ def test_weights_are_those_of_the_transformers_model(make_spec, tie):
     config = AutoConfig.for_model("deepseek_v3", **UNEVEN, tie_word_embeddings=tie, first_k_dense_replace=3)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    weights = Weights.of(spec)
+    weights = weight_footprint(spec)
     parameters = model.num_parameters()
-    assert weights.stored_bytes == 2 * parameters
+    assert weights.weight_bytes == 2 * parameters
     assert weights.multiplied == parameters - (0 if tie else 101 * 72)
-    assert weights.multiplied_bytes == 2 * weights.multiplied
+    assert weights.parameters == weights.active_parameters == parameters
+    assert weights.read_bytes(1) == weights.read_bytes(5) == 2 * weights.multiplied
 
 
 @pytest.mark.parametrize("batch_size", [1, 5000])
 def test_a_step_by_hand(make_spec, batch_size):
     """5000 requests are past the ridge of the weights, where products take longer than reading."""
     spec = make_spec(**UNEVEN)
-    weights = Weights.of(spec)
+    weights = weight_footprint(spec)
     step = only(roofline(spec, "a100", contexts=[77], batch_size=batch_size).steps, num_heads=3, cache="bf16")
     layer = batch_size * 77 * (40 + 12) * 2 / 2.039e12
     bound = 2 / 2.039e12 if batch_size == 1 else 2 * batch_size / 312e12
@@ -162,6 +165,20 @@ def test_a_step_by_hand(make_spec, batch_size):
     assert step.attention_tokens_per_second == pytest.approx(batch_size / (3 * layer))
     assert step.tokens_per_second == pytest.approx(batch_size / (3 * layer + seconds))
     assert step.fits
+
+
+@pytest.mark.parametrize("batch_size", [1, 16, 20_000])
+def test_a_step_of_a_mixture_of_experts_by_hand(batch_size):
+    """DeepSeek-V3 on 8 GPUs: few requests leave most experts unread, many are multiplied by 37 billion each."""
+    spec = published_spec("deepseek_v3")
+    result = roofline(spec, formats=[FORMATS["bf16"]], contexts=[100], batch_size=batch_size)
+    step = only(result.steps, tensor_parallel=8)
+    experts = 58 * 256 * 3 * 7168 * 2048
+    weights = weight_footprint(spec)
+    read = weights.weight_bytes - 2 * 129280 * 7168 - 2 * experts * (1 - 8 / 256) ** batch_size
+    multiplied = 671.03e9 - 129280 * 7168 - experts * 248 / 256
+    seconds = max(read / 4.8e12, 2 * batch_size * multiplied / 989.4e12) / 8
+    assert step.weights_seconds == pytest.approx(seconds, rel=1e-3)
 
 
 def test_tensor_parallelism_divides_weights_and_products_but_not_the_cache(v3):
@@ -176,8 +193,8 @@ def test_tensor_parallelism_divides_weights_and_products_but_not_the_cache(v3):
 
 def test_capacity_is_what_the_weights_leave(make_spec):
     spec = make_spec(num_hidden_layers=3)
-    weights = Weights.of(spec)
-    gpu = replace(GPUS["h100"], memory_bytes=weights.stored_bytes + 10 * 3 * 656 + 655)
+    weights = weight_footprint(spec)
+    gpu = replace(GPUS["h100"], memory_bytes=weights.weight_bytes + 10 * 3 * 656 + 655)
     fit = capacity(spec, gpu, FORMATS["fp8"], 1, weights)
     assert fit.bytes_per_token == 3 * 656
     assert fit.tokens == 10

@@ -32,6 +32,22 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "half_split": {"rope": "yarn", "rope_interleave": False, "q_lora_rank": None, "attention_bias": True, "seed": 2},
     "youtu": {"model_type": "youtu", "seed": 3},
     "linear": {"model_type": "youtu", "rope": "linear", "tie": False, "num_layers": 1, "seed": 4},
+    "deepseek_v2": {"model_type": "deepseek_v2", "rope": "yarn", "seed": 11},
+    "deepseek_v2_lite": {
+        "model_type": "deepseek_v2",
+        "rope": "yarn",
+        "q_lora_rank": None,
+        "topk_method": "greedy",
+        "seed": 6,
+    },
+    "deepseek_v3_experts": {"rope": "yarn", "first_k_dense_replace": 1, "num_layers": 3, "seed": 7},
+    "axk1": {"model_type": "axk1", "rope": "yarn", "seed": 14},
+    "longcat_flash": {"model_type": "longcat_flash", "num_layers": 4, "seed": 15},
+    "mistral4": {"model_type": "mistral4", "rope": "mistral", "seed": 13},
+    "minicpm3": {"model_type": "minicpm3", "rope": "longrope", "seed": 12},
+    "glm4_moe_lite": {"model_type": "glm4_moe_lite", "seed": 8},
+    "kimi_k2": {"model_type": "kimi_k2", "rope": "yarn", "seed": 9},
+    "sarvam_mla": {"model_type": "sarvam_mla", "rope": "yarn", "q_lora_rank": None, "seed": 10},
 }
 
 

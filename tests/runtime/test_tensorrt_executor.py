@@ -63,7 +63,9 @@ class FakeDevice(RecordingDriver):
     def copy_to_device(self, address: int, source: np.ndarray[Any, Any], stream: Any) -> None:
         assert source.flags.c_contiguous
         self.uploads.append(address)
-        self.memory[address][: source.nbytes] = source.tobytes()
+        start = max(handle for handle in self.memory if handle <= address)
+        assert address + source.nbytes <= start + len(self.memory[start])
+        self.memory[start][address - start : address - start + source.nbytes] = source.tobytes()
 
     def copy_to_host(self, destination: np.ndarray[Any, Any], address: int, stream: Any) -> None:
         data = bytes(self.memory[address][: destination.nbytes])
@@ -207,13 +209,22 @@ def engine_types(engine: EngineDirectory, cache: Any) -> dict[str, Any]:
     return {**dtypes, "logits": types.FLOAT}
 
 
+class WeightArrays(dict[str, Any]):
+    """Weights that come in as many parts as a test wants."""
+
+    num_parts = 1
+
+    def parts(self, name: str) -> list[Any]:
+        return np.array_split(self[name], self.num_parts)
+
+
 @pytest.fixture
-def weights(engine: EngineDirectory) -> dict[str, Any]:
+def weights(engine: EngineDirectory) -> WeightArrays:
     generator = np.random.default_rng(7)
-    return {
-        name: generator.standard_normal(shape).astype(ml_dtypes.bfloat16)
+    return WeightArrays(
+        (name, generator.standard_normal(shape).astype(ml_dtypes.bfloat16))
         for name, shape in engine.network.weights.shapes.items()
-    }
+    )
 
 
 ROTARY = np.random.default_rng(3).standard_normal((640, 32)).astype(np.float32)
@@ -221,7 +232,7 @@ ROTARY = np.random.default_rng(3).standard_normal((640, 32)).astype(np.float32)
 
 @pytest.fixture
 def executor(
-    engine: EngineDirectory, device: FakeDevice, tensorrt: FakeTensorRT, weights: dict[str, Any]
+    engine: EngineDirectory, device: FakeDevice, tensorrt: FakeTensorRT, weights: WeightArrays
 ) -> TensorRTExecutor:
     return make(engine, device, tensorrt, weights)
 
@@ -230,7 +241,7 @@ def make(
     engine: EngineDirectory,
     device: FakeDevice,
     tensorrt: FakeTensorRT,
-    weights: dict[str, Any],
+    weights: WeightArrays,
     num_pages: int = NUM_PAGES,
 ) -> TensorRTExecutor:
     return TensorRTExecutor(engine, weights, ROTARY, num_pages=num_pages, device=device, backend=tensorrt.backend())
@@ -251,13 +262,31 @@ def context_of(tensorrt: FakeTensorRT) -> FakeContext:
 
 class TestBinding:
     def test_weights_are_on_the_gpu(
-        self, executor: TensorRTExecutor, tensorrt: FakeTensorRT, device: FakeDevice, weights: dict[str, Any]
+        self, executor: TensorRTExecutor, tensorrt: FakeTensorRT, device: FakeDevice, weights: WeightArrays
     ) -> None:
         context = context_of(tensorrt)
         for name, array in weights.items():
             assert context.shapes[name] == array.shape
             found = device.read(context.addresses[name], ml_dtypes.bfloat16, array.shape)
             np.testing.assert_array_equal(found, array)
+
+    def test_weights_in_parts_lie_behind_one_another(
+        self, engine: EngineDirectory, device: FakeDevice, tensorrt: FakeTensorRT, weights: WeightArrays
+    ) -> None:
+        weights.num_parts = 7
+        make(engine, device, tensorrt, weights)
+        context = context_of(tensorrt)
+        for name, array in weights.items():
+            assert context.shapes[name] == array.shape
+            found = device.read(context.addresses[name], ml_dtypes.bfloat16, array.shape)
+            np.testing.assert_array_equal(found, array)
+
+    def test_too_few_parts_are_refused(
+        self, engine: EngineDirectory, device: FakeDevice, tensorrt: FakeTensorRT, weights: WeightArrays
+    ) -> None:
+        weights["model.norm.weight"] = weights["model.norm.weight"][:-1]
+        with pytest.raises(ValueError, match=r"input 'model.norm.weight': found 158 bytes, expected 160"):
+            make(engine, device, tensorrt, weights)
 
     def test_the_rotary_table_ends_at_the_engines_longest_request(
         self, executor: TensorRTExecutor, tensorrt: FakeTensorRT, device: FakeDevice
@@ -275,7 +304,7 @@ class TestBinding:
         assert context.shapes["past_latent_1"] == (NUM_PAGES, PAGE_SIZE, WIDTH)
 
     def test_a_cache_that_tensorrt_binds_elsewhere_is_refused(
-        self, engine: EngineDirectory, device: FakeDevice, tensorrt: FakeTensorRT, weights: dict[str, Any]
+        self, engine: EngineDirectory, device: FakeDevice, tensorrt: FakeTensorRT, weights: WeightArrays
     ) -> None:
         context_of(tensorrt).misplaced["present_latent_1"] = 64
         with pytest.raises(ValueError, match=r"layer 1: the cache is bound at \[\d+, 64\], expected one address"):
@@ -317,14 +346,14 @@ class TestBinding:
         assert np.isnan(executor.read_cache(0)).all()
 
     def test_a_weight_of_another_type_is_refused(
-        self, engine: EngineDirectory, device: FakeDevice, tensorrt: FakeTensorRT, weights: dict[str, Any]
+        self, engine: EngineDirectory, device: FakeDevice, tensorrt: FakeTensorRT, weights: WeightArrays
     ) -> None:
         weights["model.norm.weight"] = weights["model.norm.weight"].astype(np.float32)
         with pytest.raises(ValueError, match=r"input 'model.norm.weight': found float32, expected DataType.BF16"):
             make(engine, device, tensorrt, weights)
 
     def test_an_array_with_gaps_is_refused(
-        self, engine: EngineDirectory, device: FakeDevice, tensorrt: FakeTensorRT, weights: dict[str, Any]
+        self, engine: EngineDirectory, device: FakeDevice, tensorrt: FakeTensorRT, weights: WeightArrays
     ) -> None:
         weights["model.norm.weight"] = np.repeat(weights["model.norm.weight"], 2)[::2]
         with pytest.raises(
@@ -451,7 +480,7 @@ class TestLoading:
         engines: dict[bool, EngineDirectory],
         device: FakeDevice,
         tensorrt: FakeTensorRT,
-        weights: dict[str, Any],
+        weights: WeightArrays,
     ) -> None:
         values = {
             "kv_lora_rank": np.array([96]),
@@ -476,7 +505,7 @@ class TestLoading:
         engines: dict[bool, EngineDirectory],
         device: FakeDevice,
         tensorrt: FakeTensorRT,
-        weights: dict[str, Any],
+        weights: WeightArrays,
     ) -> None:
         """TensorRT may drop what a plugin raises."""
         executor = make(engines[False], device, tensorrt, weights)
@@ -486,7 +515,7 @@ class TestLoading:
         executor.run(step())
 
     def test_an_engine_that_does_not_load(
-        self, engine: EngineDirectory, device: FakeDevice, tensorrt: FakeTensorRT, weights: dict[str, Any]
+        self, engine: EngineDirectory, device: FakeDevice, tensorrt: FakeTensorRT, weights: WeightArrays
     ) -> None:
         tensorrt.engine = None
         with pytest.raises(
@@ -495,7 +524,7 @@ class TestLoading:
             make(engine, device, tensorrt, weights)
 
     def test_an_engine_for_another_gpu(
-        self, engine: EngineDirectory, tensorrt: FakeTensorRT, weights: dict[str, Any]
+        self, engine: EngineDirectory, tensorrt: FakeTensorRT, weights: WeightArrays
     ) -> None:
         other = FakeDevice(get_target("sm_90"))
         with pytest.raises(
@@ -504,14 +533,14 @@ class TestLoading:
             make(engine, other, tensorrt, weights)
 
     def test_too_many_pages(
-        self, engine: EngineDirectory, device: FakeDevice, tensorrt: FakeTensorRT, weights: dict[str, Any]
+        self, engine: EngineDirectory, device: FakeDevice, tensorrt: FakeTensorRT, weights: WeightArrays
     ) -> None:
         make(engine, device, tensorrt, weights, num_pages=21)
         with pytest.raises(UserError, match=r"num_pages: found 22, expected at most 21: .*max_batch_size 3"):
             make(engine, device, tensorrt, weights, num_pages=22)
 
     def test_an_engine_of_another_network(
-        self, engine: EngineDirectory, device: FakeDevice, tensorrt: FakeTensorRT, weights: dict[str, Any]
+        self, engine: EngineDirectory, device: FakeDevice, tensorrt: FakeTensorRT, weights: WeightArrays
     ) -> None:
         assert tensorrt.engine is not None
         del tensorrt.engine.dtypes["context_kv_slots"]
@@ -520,7 +549,7 @@ class TestLoading:
             make(engine, device, tensorrt, weights)
 
     def test_without_a_gpu_the_message_says_what_is_missing(
-        self, engine: EngineDirectory, weights: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+        self, engine: EngineDirectory, weights: WeightArrays, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from trtllm_mla.runtime.executors import tensorrt as module
 
@@ -536,7 +565,7 @@ class TestLoading:
         engine: EngineDirectory,
         device: FakeDevice,
         tensorrt: FakeTensorRT,
-        weights: dict[str, Any],
+        weights: WeightArrays,
         tmp_path: Path,
     ) -> None:
         shutil.copytree(engine.path, tmp_path / "engine")

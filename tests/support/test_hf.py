@@ -11,8 +11,13 @@ from safetensors.torch import load_file
 from tests.support.hf import ModelType, RopeKind, make_checkpoint
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v3", "youtu"])
-@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize(
+    ("model_type", "tie"),
+    [
+        *((model_type, tie) for model_type in ("deepseek_v3", "youtu") for tie in (False, True)),
+        *((model_type, False) for model_type in ("deepseek_v2", "glm4_moe_lite", "kimi_k2", "sarvam_mla")),
+    ],
+)
 @pytest.mark.parametrize("rope", ["default", "yarn"])
 def test_generation_and_attention_are_lively(tmp_path: Path, model_type: ModelType, tie: bool, rope: RopeKind) -> None:
     path, model = make_checkpoint(tmp_path / "checkpoint", model_type, tie=tie, rope=rope)

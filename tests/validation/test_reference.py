@@ -11,7 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support.fp8 import quantize_checkpoint
+from tests.support.hf import make_checkpoint
 from tests.validation.cases import make_case
+from trtllm_mla.checkpoint.architectures import read_model_spec
+from trtllm_mla.checkpoint.files import Checkpoint
 from trtllm_mla.dtypes import DType
 from trtllm_mla.errors import UserError
 from trtllm_mla.validation.reference import ReferenceModel, deinterleave, interleave
@@ -182,3 +186,14 @@ def test_code_in_a_checkpoint_does_not_run(yarn_case, tmp_path):
     with pytest.raises(UserError, match="cannot load it"):
         ReferenceModel.load(copy, yarn_case.spec)
     assert not (tmp_path / "ran").exists()
+
+
+def test_fp8_weights_are_dequantised(tmp_path):
+    """Sizes that blocks of 128 do not divide, which transformers would refuse."""
+    made = make_checkpoint(tmp_path / "checkpoint", hidden_size=144, intermediate_size=300, first_k_dense_replace=1)
+    checkpoint = quantize_checkpoint(made)
+    spec = read_model_spec(Checkpoint.open(checkpoint.path))
+    output = ReferenceModel.load(checkpoint.path, spec).run([3, 1, 4, 1, 5])
+    with torch.no_grad():
+        expected = checkpoint.model(torch.tensor([[3, 1, 4, 1, 5]])).logits[0].numpy()
+    assert np.abs(output.logits - expected).max() < 1e-5 * np.abs(expected).max()

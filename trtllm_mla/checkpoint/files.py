@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -97,7 +97,7 @@ class Checkpoint:
     _maps: dict[Path, mmap.mmap] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def open(cls, path: Path) -> Checkpoint:
+    def open(cls, path: Path, *, progress: Callable[[int, int], None] | None = None) -> Checkpoint:
         """Reads the config and the headers of a checkpoint.
 
         Weights are ``model.safetensors``, or else the shards that ``model.safetensors.index.json`` names. With
@@ -109,6 +109,7 @@ class Checkpoint:
 
         Args:
             path: A local directory.
+            progress: Told after each weight file how many headers were read, and how many there are.
 
         Raises:
             UserError: There is no such directory, a file is malformed, weights are missing or ambiguous, or they
@@ -124,7 +125,7 @@ class Checkpoint:
         generation_config = None
         if generation_path.exists():
             generation_config = read_table(generation_path, max_bytes=MAX_CONFIG_BYTES)
-        tensors = _read_tensors(path)
+        tensors = _read_tensors(path, progress)
         return cls(path, config, generation_config, tensors is not None, tensors or {})
 
     def read(self, name: str) -> np.ndarray[Any, Any]:
@@ -150,6 +151,11 @@ class Checkpoint:
         flat = np.frombuffer(mapped, np.uint8, count=stop - start, offset=start)
         return flat.view(dtype).reshape(info.shape)
 
+    def release(self) -> None:
+        """Gives the memory of all pages read so far back to the system. Views stay valid and read them again."""
+        for mapped in self._maps.values():
+            mapped.madvise(mmap.MADV_DONTNEED)
+
 
 def _map(file: Path) -> mmap.mmap:
     try:
@@ -159,13 +165,13 @@ def _map(file: Path) -> mmap.mmap:
         raise UserError(f"{file}: cannot be mapped into memory: {error}.") from None
 
 
-def _read_tensors(path: Path) -> dict[str, TensorInfo] | None:
+def _read_tensors(path: Path, progress: Callable[[int, int], None] | None) -> dict[str, TensorInfo] | None:
     """The tensors of a directory, or None if it has no weights."""
     single, index = path / SINGLE_NAME, path / INDEX_NAME
     if single.exists():
         return read_safetensors_header(single)
     if index.exists():
-        return _read_shards(path, index)
+        return _read_shards(path, index, progress)
     stray = sorted(item.name for item in path.glob("*.safetensors"))
     if stray:
         raise UserError(
@@ -181,7 +187,7 @@ def _read_tensors(path: Path) -> dict[str, TensorInfo] | None:
     return None
 
 
-def _read_shards(path: Path, index: Path) -> dict[str, TensorInfo] | None:
+def _read_shards(path: Path, index: Path, progress: Callable[[int, int], None] | None) -> dict[str, TensorInfo] | None:
     weight_map = read_table(index, max_bytes=MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{index}: found no table 'weight_map', expected one that gives each tensor's file.")
@@ -201,7 +207,7 @@ def _read_shards(path: Path, index: Path) -> dict[str, TensorInfo] | None:
             "Download the checkpoint again."
         )
     tensors: dict[str, TensorInfo] = {}
-    for shard in shards:
+    for number, shard in enumerate(shards, start=1):
         for name, info in read_safetensors_header(path / shard).items():
             if name in tensors:
                 raise UserError(
@@ -212,6 +218,8 @@ def _read_shards(path: Path, index: Path) -> dict[str, TensorInfo] | None:
                 place = f"says it is in {listed}" if listed else "does not list it"
                 raise UserError(f"{path / shard}: holds tensor {name!r}, but {index.name} {place}.")
             tensors[name] = info
+        if progress is not None:
+            progress(number, len(shards))
     absent = sorted(weight_map.keys() - tensors.keys())
     if absent:
         raise UserError(

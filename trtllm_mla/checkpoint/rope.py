@@ -1,7 +1,8 @@
 """Cosines and sines of rotary position embeddings, as the runtime feeds them to a network.
 
-The formulas and the order of the fp32 operations are those of transformers' ``modeling_rope_utils`` (default, linear)
-and ``_compute_yarn_parameters`` (YaRN, https://arxiv.org/abs/2309.00071).
+The formulas and the order of the fp32 operations are those of transformers' ``modeling_rope_utils`` (default, linear),
+``_compute_yarn_parameters`` (YaRN, https://arxiv.org/abs/2309.00071) and ``_compute_longrope_parameters`` (LongRoPE,
+https://arxiv.org/abs/2402.13753).
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ def inverse_frequencies(rope: RopeSpec) -> _Float32:
         return frequencies
     if rope.rope_type == "linear":
         return frequencies / factor
+    if rope.rope_type == "longrope":
+        return one / (np.asarray(rope.frequency_factors, np.float32) * powers)
     keep = one - _yarn_ramp(rope)
     return one / (factor * powers) * (one - keep) + frequencies * keep
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trtllm_mla.cli.console import OUT, print_json
 from trtllm_mla.cli.options import CheckpointArgument, JsonFlag, PluginConfigOption
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def inspect(
@@ -38,11 +41,9 @@ def describe(checkpoint_path: Path, plugin_config: Path | None) -> dict[str, Any
     Raises:
         UserError: The checkpoint or the config is unusable.
     """
-    import math
-
     from trtllm_mla.checkpoint.architectures import read_model_spec
     from trtllm_mla.checkpoint.files import Checkpoint
-    from trtllm_mla.checkpoint.footprint import cache_footprint
+    from trtllm_mla.checkpoint.footprint import cache_footprint, weight_footprint
     from trtllm_mla.checkpoint.pretrained_config import to_pretrained_config
     from trtllm_mla.checkpoint.weights import build_weight_map, check_checkpoint
     from trtllm_mla.config import MlaPluginConfig, PluginConfigFile, load_config
@@ -57,12 +58,15 @@ def describe(checkpoint_path: Path, plugin_config: Path | None) -> dict[str, Any
     cache_dtype = plugin.cache_dtype(spec.dtype)
     row_bytes = cache_dtype.layout(spec.kv_lora_rank, spec.qk_rope_head_dim).row_bytes
     footprint = cache_footprint(spec, cache_dtype)
-    parameters = sum(math.prod(shape) for shape in weights.shapes.values())
+    weight = weight_footprint(spec)
     return {
         "checkpoint": str(checkpoint_path),
         "pretrained_config": to_pretrained_config(spec),
-        "parameters": parameters,
-        "weight_bytes": parameters * spec.dtype.itemsize,
+        "parameters": weight.parameters,
+        "active_parameters": weight.active_parameters,
+        "weight_bytes": weight.weight_bytes,
+        "expert_bytes": weight.expert_bytes,
+        "num_moe_layers": spec.num_moe_layers(spec.num_hidden_layers),
         "weights": "checked" if checkpoint.has_weights else "absent",
         "skipped_tensors": skipped,
         "cache_bytes_per_token": {
@@ -115,10 +119,14 @@ def _print(report: dict[str, Any]) -> None:
         "head widths", f"{model['qk_nope_head_dim']} + {model['qk_rope_head_dim']} rotary, value {model['v_head_dim']}"
     )
     about.add_row("latents", f"key-value {model['kv_lora_rank']}, query {model['q_lora_rank'] or 'none'}")
+    if model["moe"] is not None:
+        _add_experts(about, report)
     about.add_row("softmax scale", f"{model['softmax_scale']:.6g}")
     about.add_row(
         "parameters", f"{report['parameters']:,} ({report['weight_bytes'] / 1e9:.3g} GB in {model['dtype']})"
     )
+    if model["moe"] is not None:
+        about.add_row("active parameters", f"{report['active_parameters']:,} a token")
     about.add_row("weights", report["weights"])
     for name, reason in report["skipped_tensors"].items():
         about.add_row("skipped", f"{name}: {reason}")
@@ -143,6 +151,8 @@ def _print(report: dict[str, Any]) -> None:
     absorption, passes = plugin["enable_matrix_absorption"], plugin["max_context_passes"]
     nodes = operations_per_layer(absorption=absorption, context_passes=passes)
     built.add_row("MLA operations", f"{nodes} a layer, {nodes * model['num_hidden_layers']} in all")
+    if report["num_moe_layers"]:
+        built.add_row("expert operations", f"one in each of {report['num_moe_layers']} layers")
     built.add_row("groups", "context and generation" if absorption else "context only")
     built.add_row("context passes", f"at most {passes}, of max_context_kv_tokens cached tokens each")
     built.add_row("prefill threshold", f"{plugin['prefill_absorption_threshold']} tokens")
@@ -150,3 +160,24 @@ def _print(report: dict[str, Any]) -> None:
     for target, verdict in report["tiles"].items():
         built.add_row(f"tile on {target}", verdict)
     OUT.print(built)
+
+
+def _add_experts(table: Table, report: dict[str, Any]) -> None:
+    model, moe = report["pretrained_config"], report["pretrained_config"]["moe"]
+    shared = moe["shared_expert_intermediate_size"]
+    table.add_row(
+        "experts",
+        f"{moe['num_experts']} of width {model['moe_inter_size']} in {report['num_moe_layers']} of "
+        f"{model['num_hidden_layers']} layers ({report['expert_bytes'] / 1e9:.3g} GB)"
+        + (f", shared {shared}" if shared else "")
+        + (f"; {moe['num_identity_experts']} that give back their input" if moe["num_identity_experts"] else ""),
+    )
+    groups = ""
+    if moe["device_limited_topk_group"] < moe["device_limited_n_group"]:
+        groups = f" from {moe['device_limited_topk_group']} of {moe['device_limited_n_group']} groups"
+    bias = ", correction bias" if model["e_score_correction_bias"] else ""
+    table.add_row(
+        "router",
+        f"{model['scoring_func']}, {moe['topk_method']}: {moe['top_k']} experts a token{groups}{bias}, weights times "
+        f"{moe['device_limited_routed_scaling_factor']:g}",
+    )

@@ -30,9 +30,9 @@ from trtllm_mla.engine.plugin import PluginLibrary, plugin_library
 from trtllm_mla.engine.profile import SizeRange, shape_ranges, size_ranges
 from trtllm_mla.errors import UserError
 from trtllm_mla.files import atomic_directory, resolve_output
-from trtllm_mla.network.attention import operations_per_layer
 from trtllm_mla.network.contract import LATENT_DIMS, LOGITS, past_latent, present_latent
 from trtllm_mla.network.directory import CONFIG_NAME, ONNX_NAME, WEIGHTS_NAME, NetworkConfig, NetworkDirectory
+from trtllm_mla.network.graph import count_operations
 from trtllm_mla.ops.definition import split_dim
 from trtllm_mla.targets import Target
 
@@ -203,7 +203,7 @@ class _EngineBuild:
         """
         network, definition = self._network, self._definition
         dtype, storage = network.dtype, network.row_layout.dtype.storage
-        expected = {name: str(dtype) for name in network.weights.shapes}
+        expected = {name: str(weight) for name, weight in network.weights.dtypes(dtype).items()}
         expected |= {item.name: item.dtype for item in network.step_inputs}
         expected |= {past_latent(layer): storage for layer in range(network.num_layers)}
         self._compare("input", expected, [definition.get_input(i) for i in range(definition.num_inputs)])
@@ -212,10 +212,7 @@ class _EngineBuild:
         self._compare("output", expected, [definition.get_output(i) for i in range(definition.num_outputs)])
 
         layers = self._plugin_layers()
-        plugin = network.plugin
-        count = network.num_layers * operations_per_layer(
-            absorption=plugin.enable_matrix_absorption, context_passes=plugin.max_context_passes
-        )
+        count = count_operations(network.spec, network.plugin, num_layers=network.num_layers)
         if len(layers) != (0 if self._native else count):
             raise ValueError(f"found {len(layers)} plugin layers, expected {0 if self._native else count}")
         if not self._native:

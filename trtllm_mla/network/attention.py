@@ -79,6 +79,9 @@ def _queries(net: NetworkBuilder, prefix: str, hidden_TE: Tensor) -> tuple[Tenso
         q_latent = net.rms_norm(q_latent, f"{prefix}.q_a_layernorm", rank, spec.latent_norm_eps)
         q = net.linear(q_latent, f"{prefix}.q_b_proj", width, rank)
     q = op.Reshape(q, [0, spec.num_attention_heads, spec.qk_head_dim])
+    q = net.multiplied(q, spec.query_multiplier)
+    if net.query_factors is not None:
+        q = net.multiplied(q, net.query_factors)
     q_nope, q_pe = op.Split(q, [spec.qk_nope_head_dim, spec.qk_rope_head_dim], axis=-1, _outputs=2)
     return q_nope, q_pe
 
@@ -90,7 +93,8 @@ def _latents(net: NetworkBuilder, prefix: str, hidden_TE: Tensor) -> tuple[Tenso
         hidden_TE, f"{prefix}.kv_a_proj_with_mqa", spec.latent_width, spec.hidden_size, bias=spec.attention_bias
     )
     latent, k_pe = net.op.Split(row, [spec.kv_lora_rank, spec.qk_rope_head_dim], axis=-1, _outputs=2)
-    return net.rms_norm(latent, f"{prefix}.kv_a_layernorm", spec.kv_lora_rank, spec.latent_norm_eps), k_pe
+    latent = net.rms_norm(latent, f"{prefix}.kv_a_layernorm", spec.kv_lora_rank, spec.latent_norm_eps)
+    return net.multiplied(latent, spec.latent_multiplier), k_pe
 
 
 def _context(

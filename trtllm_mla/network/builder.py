@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trtllm_mla.cache_rows import CacheDType
+from trtllm_mla.checkpoint.fp8 import SCALE_SUFFIX, scale_shape
 from trtllm_mla.checkpoint.spec import ModelSpec
-from trtllm_mla.dtypes import DType
+from trtllm_mla.checkpoint.weights import fp8_inputs
+from trtllm_mla.dtypes import ByteDType, DType
 from trtllm_mla.network.contract import CACHE_DTYPE_KEY, LATENT_DIMS, past_latent, step_inputs
 from trtllm_mla.ops import DOMAIN, OPS, VERSION
 from trtllm_mla.ops.definition import Attribute, BodyTypes, split_dim
@@ -36,6 +38,7 @@ class NetworkBuilder:
         step: The step inputs by name.
         position_ids: Position of each new token: int32 [tokens].
         group_sizes: Tokens of the context and of the generation group, int64 [2]; None without a generation group.
+        query_factors: What each token's queries are multiplied by, fp32 [tokens, 1, 1]; None where all are 1.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class NetworkBuilder:
         self._builder = GraphBuilder(self._graph)
         self._functions: dict[str, onnx_ir.Function] = {}
         self._weights: dict[str, onnx_ir.Value] = {}
+        self._fp8_inputs = fp8_inputs(spec)
         self._scope: list[str] = []
         self.op: Any = self._builder.op
         types = {"int32": onnx_ir.DataType.INT32, "float32": onnx_ir.DataType.FLOAT}
@@ -77,16 +81,24 @@ class NetworkBuilder:
             groups = (self.step["context_position_ids"], self.step["generation_position_ids"])
             self.position_ids = self.op.Concat(*groups, axis=0, _name="position_ids")
             self.group_sizes = self.op.Concat(*map(self.op.Shape, groups), axis=0, _name="group_sizes")
+        self.query_factors: Tensor | None = self._query_factors() if spec.query_scaling_beta else None
 
     def latent_pool(self, layer: int) -> Tensor:
         """Adds a layer's cache input: ``LATENT_DIMS``."""
         pages, page_size, _ = LATENT_DIMS
         return self._builder.input(past_latent(layer), self.layout.dtype.onnx, [pages, page_size, self.layout.width])
 
-    def weight(self, name: str, *shape: int) -> Tensor:
-        """A weight, which is a graph input bound at run time. The same name is the same input."""
+    def weight(self, name: str, *shape: int, dtype: DType | None = None) -> Tensor:
+        """A weight, which is a graph input bound at run time. The same name is the same input.
+
+        Args:
+            name: Its name, as in the weight map.
+            *shape: Its shape.
+            dtype: Its type; None is the network's, or int8 for FP8 weights.
+        """
         if name not in self._weights:
-            self._weights[name] = self._builder.input(name, self.dtype.onnx, shape)
+            default = ByteDType.INT8 if name in self._fp8_inputs else self.dtype
+            self._weights[name] = self._builder.input(name, (dtype or default).onnx, shape)
         return self._weights[name]
 
     def output(self, value: Tensor, name: str) -> None:
@@ -106,11 +118,34 @@ class NetworkBuilder:
     def linear(self, x: Tensor, name: str, out_features: int, in_features: int, *, bias: bool = False) -> Tensor:
         """Projects [rows, in_features] by ``name.weight`` [out_features, in_features], as torch's Linear does.
 
-        Gemm reads the weight in the checkpoint's layout: no runtime keeps or makes a transposed copy.
+        Gemm reads the weight in the checkpoint's layout: no runtime keeps or makes a transposed copy. An FP8 weight is
+        multiplied by BlockScaledMatMul, which reads it so too.
         """
         weight = self.weight(f"{name}.weight", out_features, in_features)
         biases = [self.weight(f"{name}.bias", out_features)] if bias else []
+        if f"{name}.weight" in self._fp8_inputs:
+            rows, columns = scale_shape((out_features, in_features))
+            scale = self.weight(f"{name}.weight{SCALE_SUFFIX}", rows, columns, dtype=DType.FLOAT32)
+            scope = name.rpartition(".")[2]
+            (product,) = self.scoped(scope, NetworkBuilder.mla_op, "BlockScaledMatMul", x, weight, scale)
+            return self.op.Add(product, *biases) if biases else product
         return self.op.Gemm(x, weight, *biases, transB=1, _name=self._node_name(name.rpartition(".")[2]))
+
+    def multiplied(self, x: Tensor, factor: float | Tensor) -> Tensor:
+        """``x * factor`` in fp32, rounded once; ``x`` itself where the factor is the number 1.
+
+        Args:
+            x: Of the network's type.
+            factor: A number, or an fp32 value of a shape that broadcasts to that of ``x``.
+        """
+        import onnx_ir
+
+        if isinstance(factor, float) and factor == 1:
+            return x
+        if self.dtype is DType.FLOAT32:
+            return self.op.Mul(x, factor)
+        wide = self.op.Mul(self.op.Cast(x, to=onnx_ir.DataType.FLOAT), factor)
+        return self.op.Cast(wide, to=self.dtype.onnx)
 
     def rms_norm(self, x: Tensor, name: str, width: int, epsilon: float) -> Tensor:
         """Root mean square norm over the last axis; the statistics are fp32."""
@@ -134,7 +169,7 @@ class NetworkBuilder:
         definition = OPS[op_name]
         if op_name not in self._functions:
             self._functions[op_name] = definition.build_body(BodyTypes(self.dtype, self.layout), attributes)
-        outputs = self.op.builder.call_op(
+        made = self.op.builder.call_op(
             op_name,
             inputs,
             {**attributes, "plugin_namespace": DOMAIN, "plugin_version": VERSION},
@@ -142,9 +177,11 @@ class NetworkBuilder:
             outputs=len(definition.outputs),
             name=self._node_name(op_name),
         )
+        outputs: list[Tensor] = [made] if len(definition.outputs) == 1 else list(made)
         types = {
             "model": self.dtype.onnx,
             "cache": self.layout.dtype.onnx,
+            "int8": onnx_ir.DataType.INT8,
             "int32": onnx_ir.DataType.INT32,
             "float32": onnx_ir.DataType.FLOAT,
         }
@@ -156,7 +193,7 @@ class NetworkBuilder:
         for contract, value in zip(definition.outputs, outputs, strict=True):
             value.type = onnx_ir.TensorType(types[contract.element_type])
             value.shape = onnx_ir.Shape([sizes[str(dim)] for dim in contract.dims])
-        return list(outputs)
+        return outputs
 
     def build(self) -> onnx_ir.Model:
         """The finished network."""
@@ -169,6 +206,16 @@ class NetworkBuilder:
             functions=list(self._functions.values()),
             metadata_props={CACHE_DTYPE_KEY: str(self.layout.dtype)},
         )
+
+    def _query_factors(self) -> Tensor:
+        """``1 + beta * log(1 + floor(position / positions))``, as Llama 4 scales queries: fp32 [tokens, 1, 1]."""
+        import onnx_ir
+
+        positions = self.op.Constant(value_ints=[self.spec.rope.original_max_position_embeddings])
+        periods = self.op.Div(self.position_ids, self.op.Cast(positions, to=onnx_ir.DataType.INT32))
+        grown = self.op.Log(self.op.Add(self.op.Cast(periods, to=onnx_ir.DataType.FLOAT), 1.0))
+        factors = self.op.Add(self.op.Mul(grown, self.spec.query_scaling_beta), 1.0)
+        return self.op.Unsqueeze(factors, [1, 2])
 
     def _node_name(self, name: str) -> str:
         return "/".join((*self._scope, name))

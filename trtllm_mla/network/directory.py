@@ -120,10 +120,11 @@ class NetworkDirectory:
             )
         plugin = effective_plugin(config.mla_plugin, spec, source=f"{source}: mla_plugin")
         weights = WeightMap.load(path / WEIGHTS_NAME)
-        if weights.shapes != build_weight_map(spec, config.num_layers).shapes:
+        expected = build_weight_map(spec, config.num_layers)
+        if weights.shapes != expected.shapes or weights.dtypes(spec.dtype) != expected.dtypes(spec.dtype):
             raise UserError(
                 f"{path / WEIGHTS_NAME}: found weights that are not those of the model in {CONFIG_NAME}, expected "
-                "the same names and shapes. Convert the checkpoint again."
+                "the same names, shapes and types. Convert the checkpoint again."
             )
         scales = config.latent_scales or (1.0,) * config.num_layers
         quantized = plugin.cache_dtype(spec.dtype).is_quantized
@@ -252,7 +253,8 @@ class NetworkDirectory:
             value.name: (value.type.tensor_type.elem_type, [dim.dim_value for dim in value.type.tensor_type.shape.dim])
             for value in proto.graph.input
         }
-        expected = {name: (int(self.dtype.onnx), list(shape)) for name, shape in self.weights.shapes.items()}
+        dtypes = self.weights.dtypes(self.dtype)
+        expected = {name: (int(dtypes[name].onnx), list(shape)) for name, shape in self.weights.shapes.items()}
         others = {item.name for item in self.step_inputs}
         for layer in range(self.num_layers):
             expected[past_latent(layer)] = (int(self.row_layout.dtype.onnx), [0, 0, self.row_layout.width])

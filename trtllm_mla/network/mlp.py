@@ -5,13 +5,12 @@ from __future__ import annotations
 from trtllm_mla.network.builder import NetworkBuilder, Tensor
 
 
-def gated_mlp(net: NetworkBuilder, layer: int, hidden_TE: Tensor) -> Tensor:
-    """``down(silu(gate(x)) * up(x))``, from the normalised residual stream to what is added to it: [T, E]."""
+def gated_mlp(net: NetworkBuilder, prefix: str, intermediate_size: int, hidden_TE: Tensor) -> Tensor:
+    """``down(silu(gate(x)) * up(x))`` of the MLP whose weights are named under ``prefix``: [T, E]."""
     spec, op = net.spec, net.op
     if spec.hidden_act != "silu":
         raise ValueError(f"hidden_act: found '{spec.hidden_act}', expected 'silu'")
-    prefix = f"model.layers.{layer}.mlp"
-    gate = net.linear(hidden_TE, f"{prefix}.gate_proj", spec.intermediate_size, spec.hidden_size)
-    up = net.linear(hidden_TE, f"{prefix}.up_proj", spec.intermediate_size, spec.hidden_size)
+    gate = net.linear(hidden_TE, f"{prefix}.gate_proj", intermediate_size, spec.hidden_size)
+    up = net.linear(hidden_TE, f"{prefix}.up_proj", intermediate_size, spec.hidden_size)
     gated = op.Mul(op.Mul(gate, op.Sigmoid(gate)), up)
-    return net.linear(gated, f"{prefix}.down_proj", spec.hidden_size, spec.intermediate_size)
+    return net.linear(gated, f"{prefix}.down_proj", spec.hidden_size, intermediate_size)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 DOMAIN = "trtllm_mla"
 VERSION = "1"
 
-ElementType = Literal["model", "cache", "int32", "float32"]
+ElementType = Literal["model", "cache", "int8", "int32", "float32"]
 Attribute = int | float
 
 

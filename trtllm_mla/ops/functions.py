@@ -64,7 +64,7 @@ def _element_type(dtype: DType | CacheDType | str) -> onnx_ir.DataType:
 
     if isinstance(dtype, DType | CacheDType):
         return dtype.onnx
-    return onnx_ir.DataType[{"int32": "INT32", "float32": "FLOAT"}[dtype]]
+    return onnx_ir.DataType[{"int8": "INT8", "int32": "INT32", "float32": "FLOAT"}[dtype]]
 
 
 def int_attribute(op: Any, name: str) -> Any:

@@ -68,6 +68,7 @@ def run_op(
         "cache": getattr(torch, cache_dtype.storage),
         "float32": torch.float32,
         "int32": torch.int32,
+        "int8": torch.int8,
     }
     for tensor in op.inputs:
         found, expected = named[tensor.name].dtype, element_types[tensor.element_type]

@@ -1,8 +1,9 @@
 """The roofline of absorbed decode: the least time that memory, MMA and dequantisation leave for a step.
 
 In a step each request has one query token. Attention reads every cached row once, for all heads, and converts it once
-if it is quantised; each of the three kinds of work can hide behind the longest. Weights are read once per step, and
-their products and the attention run one after the other. Not counted, so that the floor is a floor: launches, partly
+if it is quantised; each of the three kinds of work can hide behind the longest. Weights are read once per step (of a
+mixture of experts those that evenly spread tokens are sent to, on average), and their products and the attention run
+one after the other. Not counted, so that the floor is a floor: launches, partly
 filled tiles and waves, a second reading or conversion where heads do not fit one program, the combination of splits,
 norms, sampling, and the communication of tensor parallelism.
 
@@ -19,9 +20,8 @@ from typing import Literal
 
 from trtllm_mla.cache_rows import CacheDType
 from trtllm_mla.checkpoint.attention_cost import absorbed_flops_per_pair, break_even_queries
-from trtllm_mla.checkpoint.footprint import cache_footprint
+from trtllm_mla.checkpoint.footprint import WeightFootprint, cache_footprint, weight_footprint
 from trtllm_mla.checkpoint.spec import ModelSpec
-from trtllm_mla.checkpoint.weights import EMBEDDING, HEAD, build_weight_map
 from trtllm_mla.errors import UserError
 from trtllm_mla.roofline.formats import RowFormat
 from trtllm_mla.roofline.gpus import Gpu
@@ -177,30 +177,6 @@ class Roofline:
     cache_sizes: tuple[CacheSize, ...]
 
 
-@dataclass(frozen=True)
-class Weights:
-    """Sizes of a model's weights.
-
-    Attributes:
-        stored_bytes: Bytes of all.
-        multiplied: Elements that a step reads whole and multiplies each token by: all but an embedding that is not
-            also the head, of which a step reads a few rows.
-        multiplied_bytes: Their bytes.
-    """
-
-    stored_bytes: int
-    multiplied: int
-    multiplied_bytes: int
-
-    @classmethod
-    def of(cls, spec: ModelSpec) -> Weights:
-        """The weights of a model in its own type."""
-        sizes = {name: math.prod(shape) for name, shape in build_weight_map(spec).shapes.items()}
-        stored = sum(sizes.values())
-        multiplied = stored - (sizes[EMBEDDING] if HEAD in sizes else 0)
-        return cls(stored * spec.dtype.itemsize, multiplied, multiplied * spec.dtype.itemsize)
-
-
 def make_roofline(
     spec: ModelSpec, gpu: Gpu, *, formats: Sequence[RowFormat], contexts: Sequence[int], batch_size: int
 ) -> Roofline:
@@ -219,7 +195,7 @@ def make_roofline(
     for option, value in (("--batch-size", batch_size), *(("--context", context) for context in contexts)):
         if not 1 <= value <= MAX_TOKENS:
             raise UserError(f"{option}: found {value}, expected a number from 1 to {MAX_TOKENS}.")
-    weights = Weights.of(spec)
+    weights = weight_footprint(spec)
     rows, steps, capacities = [], [], []
     for ranks in TENSOR_PARALLEL:
         if spec.num_attention_heads % ranks:
@@ -284,9 +260,9 @@ def row_floor(spec: ModelSpec, gpu: Gpu, item: RowFormat, tensor_parallel: int) 
     )
 
 
-def capacity(spec: ModelSpec, gpu: Gpu, item: RowFormat, tensor_parallel: int, weights: Weights) -> Capacity:
+def capacity(spec: ModelSpec, gpu: Gpu, item: RowFormat, tensor_parallel: int, weights: WeightFootprint) -> Capacity:
     """How many tokens fit beside the weights."""
-    weight_bytes = -(-weights.stored_bytes // tensor_parallel)
+    weight_bytes = -(-weights.weight_bytes // tensor_parallel)
     bytes_per_token = spec.num_hidden_layers * item.row_bytes(spec)
     return Capacity(
         tensor_parallel=tensor_parallel,
@@ -299,12 +275,12 @@ def capacity(spec: ModelSpec, gpu: Gpu, item: RowFormat, tensor_parallel: int, w
 
 
 def step_floor(
-    spec: ModelSpec, gpu: Gpu, row: RowFloor, fit: Capacity, weights: Weights, context: int, batch_size: int
+    spec: ModelSpec, gpu: Gpu, row: RowFloor, fit: Capacity, weights: WeightFootprint, context: int, batch_size: int
 ) -> StepFloor:
     """The floor of a decode step of ``batch_size`` requests with ``context`` cached tokens each."""
     layer = batch_size * context * row.seconds
     attention = spec.num_hidden_layers * layer
-    reading = weights.multiplied_bytes / gpu.bandwidth
+    reading = weights.read_bytes(batch_size) / gpu.bandwidth
     multiplying = 2 * batch_size * weights.multiplied / gpu.flops(spec.dtype)
     weights_seconds = max(reading, multiplying) / row.tensor_parallel
     return StepFloor(

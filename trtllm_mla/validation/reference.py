@@ -12,8 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trtllm_mla.checkpoint.architectures import get_architecture
+from trtllm_mla.checkpoint.files import Checkpoint
+from trtllm_mla.checkpoint.fp8 import SCALE_SUFFIX
 from trtllm_mla.checkpoint.spec import ModelSpec
-from trtllm_mla.dtypes import DType
+from trtllm_mla.dtypes import FP8_BLOCK_SIZE, DType
 from trtllm_mla.errors import MissingDependencyError, UserError
 
 Float32Array = npt.NDArray[np.float32]
@@ -39,6 +42,7 @@ class ReferenceModel:
     def __init__(self, model: Any, spec: ModelSpec) -> None:
         self._model = model
         self._spec = spec
+        self._splits_pairs = get_architecture(spec.model_type, source="model spec").transformers_splits_pairs
 
     @classmethod
     def load(cls, checkpoint: Path, spec: ModelSpec, dtype: DType = DType.FLOAT32) -> ReferenceModel:
@@ -53,14 +57,27 @@ class ReferenceModel:
             UserError: transformers cannot load it, or would leave a weight at random values.
         """
         torch, transformers = _libraries()
+        architecture = get_architecture(spec.model_type, source=str(checkpoint))
         source: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
         try:
             with _quiet(transformers):
-                config = transformers.AutoConfig.from_pretrained(
-                    checkpoint, num_hidden_layers=spec.num_hidden_layers, **source
-                )
-                loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                    checkpoint,
+                alias = architecture.transformers_model_type
+                config_class = transformers.CONFIG_MAPPING[alias] if alias else transformers.AutoConfig
+                config = config_class.from_pretrained(checkpoint, **architecture.transformers_config(spec), **source)
+                if alias:
+                    config.model_type = alias  # by which the stored tensors are found
+                model_class = transformers.AutoModelForCausalLM
+                if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+                    # The language model of one that also sees: the automatic class knows only the whole.
+                    model_class = getattr(transformers, architecture.hf_architectures[0])
+                stored: dict[str, Any] = {"pretrained_model_name_or_path": checkpoint}
+                if spec.quantization is not None:
+                    # transformers dequantises only where blocks divide every weight, and wants a package for it.
+                    del config.quantization_config
+                    model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+                    stored = {"pretrained_model_name_or_path": None, "state_dict": _dequantized(checkpoint)}
+                loaded: Any = model_class.from_pretrained(
+                    **stored,
                     config=config,
                     dtype=getattr(torch, dtype),
                     attn_implementation="eager",
@@ -112,7 +129,7 @@ class ReferenceModel:
         for layer in cache.layers:
             # transformers caches the latent where others have keys, and the rotated key where they have values.
             latent, k_pe = (_numpy(tensor).reshape(len(token_ids), -1) for tensor in (layer.keys, layer.values))
-            if self._spec.rope.interleaved:
+            if self._spec.rope.interleaved and self._splits_pairs:
                 k_pe = interleave(k_pe)
             latents.append(np.concatenate([latent, k_pe], axis=1))
         return ReferenceOutput(_numpy(logits), tuple(latents))
@@ -152,6 +169,20 @@ class ReferenceModel:
         output = self._model.generate(input_ids, attention_mask=torch.ones_like(input_ids), generation_config=config)
         continuation: list[int] = output[0, len(prompt_ids) :].tolist()
         return continuation
+
+
+def _dequantized(checkpoint: Path) -> dict[str, Any]:
+    """A checkpoint's tensors by name, with fp32 numbers in place of E4M3 numbers and scales."""
+    load_file = import_module("safetensors.torch").load_file
+    tensors: dict[str, Any] = {}
+    for file in sorted({info.file for info in Checkpoint.open(checkpoint).tensors.values()}):
+        tensors |= load_file(file)
+    for name in [name for name in tensors if name + SCALE_SUFFIX in tensors]:
+        rows, columns = tensors[name].shape
+        scales = tensors.pop(name + SCALE_SUFFIX).float()
+        scales = scales.repeat_interleave(FP8_BLOCK_SIZE, 0)[:rows]
+        tensors[name] = tensors[name].float() * scales.repeat_interleave(FP8_BLOCK_SIZE, 1)[:, :columns]
+    return tensors
 
 
 def _libraries() -> tuple[Any, Any]:

@@ -1,3 +1,5 @@
+import copy
+
 import ml_dtypes
 import numpy as np
 import onnx
@@ -118,6 +120,20 @@ class TestNetwork:
         if dtype is DType.FLOAT32:
             assert np.abs(results[0].logits - network.hf_logits(TOKENS)).max() < 2e-4
 
+    @pytest.mark.parametrize("checkpoint", ["deepseek_v2", "deepseek_v3_experts"])
+    def test_experts_in_bfloat16_are_as_exact_as_transformers(self, checkpoint):
+        network = make_network(checkpoint, dtype=DType.BFLOAT16)
+        executor = network.interpreter(num_pages=3, page_size=16)
+        (result,) = run_forced(executor, [ForcedSequence(TOKENS, [ForcedChunk(13, False), ForcedChunk(8, True)])])
+        peer = copy.deepcopy(network.hf_model).bfloat16()
+        for layer in peer.model.layers:
+            if hasattr(layer.mlp, "gate"):
+                layer.mlp.gate.float()  # as transformers loads it, whatever the model's type
+        with torch.inference_mode():
+            rounded = peer(torch.tensor([TOKENS])).logits[0].float().numpy()
+        expected = network.hf_logits(TOKENS)
+        assert 0 < relative_error(result.logits, expected) < 1.5 * relative_error(rounded, expected)
+
     @pytest.mark.parametrize("cache", ["bf16", "fp16"])
     def test_a_cache_of_another_type_holds_rounded_rows(self, cache):
         network = make_network("yarn", kv_cache_dtype=cache)
@@ -140,6 +156,12 @@ class TestNetwork:
             ("youtu", (21, 5), {"max_chunk_tokens": 7}),
             ("linear", (21, 5), {"enable_matrix_absorption": False, "max_chunk_tokens": 16}),
             ("half_split", (40, 5), {"max_chunk_tokens": 12, "max_context_kv_tokens": 16, "max_context_passes": 3}),
+            ("deepseek_v2", (21, 5), {"max_chunk_tokens": 7}),
+            ("minicpm3", (21, 5), {}),
+            ("mistral4", (21, 5), {}),
+            ("axk1", (21, 5), {}),
+            ("longcat_flash", (21, 5), {}),
+            ("deepseek_v3_experts", (21, 5), {}),
         ],
     )
     def test_greedy_tokens_of_transformers(self, checkpoint, lengths, changes):

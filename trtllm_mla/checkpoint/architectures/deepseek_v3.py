@@ -1,15 +1,23 @@
-"""DeepSeek-V3 and R1, as far as all their layers are dense."""
+"""DeepSeek-V3 and R1."""
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from trtllm_mla.checkpoint.architectures.base import (
+    Architecture,
+    Dimension,
+    Experts,
+    FirstLayer,
+    Flag,
+    Layers,
+    MoeConfig,
+    PositiveNumber,
+    TokenId,
+)
 
-from trtllm_mla.checkpoint.architectures.dense import DenseArchitecture, Dimension, Flag, HfConfig, Layers, TokenId
 
-
-class DeepseekV3Config(HfConfig):
+class DeepseekV3Config(MoeConfig):
     """``config.json`` of DeepSeek-V3, with the defaults of transformers' ``DeepseekV3Config``."""
 
     vocab_size: Dimension = 129280
@@ -26,18 +34,17 @@ class DeepseekV3Config(HfConfig):
     bos_token_id: TokenId | None = 0
     eos_token_id: TokenId | list[TokenId] | None = 1
     tie_word_embeddings: Flag = False
-    first_k_dense_replace: Annotated[int, Field(ge=0, strict=True)] = 3
+    moe_intermediate_size: Dimension = 2048
+    n_routed_experts: Experts = 256
+    n_shared_experts: Experts = 1
+    num_experts_per_tok: Experts = 8
+    n_group: Experts | None = 8
+    topk_group: Experts | None = 4
+    norm_topk_prob: Flag = True
+    routed_scaling_factor: PositiveNumber = 2.5
+    scoring_func: Literal["sigmoid"] = "sigmoid"
+    topk_method: Literal["noaux_tc"] = "noaux_tc"
+    first_k_dense_replace: FirstLayer = 3
 
-    @model_validator(mode="after")
-    def _check_dense(self) -> Self:
-        dense, layers = self.first_k_dense_replace, self.num_hidden_layers
-        if dense < layers:
-            first = f"layers {dense} to {layers - 1} have" if dense < layers - 1 else f"layer {dense} has"
-            raise ValueError(
-                f"first_k_dense_replace: found {dense}, expected at least num_hidden_layers = {layers}: {first} a "
-                "mixture of experts, which is not supported"
-            )
-        return self
 
-
-ARCHITECTURE = DenseArchitecture("deepseek_v3", "DeepseekV3ForCausalLM", DeepseekV3Config, mtp_marker="eh_proj.weight")
+ARCHITECTURE = Architecture("deepseek_v3", ("DeepseekV3ForCausalLM",), DeepseekV3Config)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trtllm_mla.checkpoint.architectures.dense import DenseArchitecture, Dimension, Flag, HfConfig, Layers, TokenId
+from trtllm_mla.checkpoint.architectures.base import Architecture, Dimension, Flag, HfConfig, Layers, TokenId
 
 
 class YoutuConfig(HfConfig):
@@ -24,4 +24,4 @@ class YoutuConfig(HfConfig):
     tie_word_embeddings: Flag = True
 
 
-ARCHITECTURE = DenseArchitecture("youtu", "YoutuForCausalLM", YoutuConfig)
+ARCHITECTURE = Architecture("youtu", ("YoutuForCausalLM",), YoutuConfig)

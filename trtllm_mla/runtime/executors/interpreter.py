@@ -168,10 +168,11 @@ def _kernel_operator(op: OpDefinition, signature: GraphSignature, settings: Kern
 
 
 def _to_torch(array: Array) -> torch.Tensor:
-    """A contiguous tensor; it shares the memory of a contiguous array."""
+    """A contiguous tensor; it shares the memory of a contiguous array that may be written to."""
     import torch
 
-    array = np.ascontiguousarray(array)
+    # PyTorch has no tensors that are read only, such as weights in a mapped file.
+    array = np.require(array, requirements=["C", "W"])
     if array.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)

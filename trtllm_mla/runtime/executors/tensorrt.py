@@ -6,9 +6,10 @@ back. Each pool is bound as the cache's input and its output, so that the plugin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -33,12 +34,19 @@ _MIN_BUFFER_BYTES = 256
 _NAN_BYTE = 0xFF
 
 
+class WeightParts(Protocol):
+    """Where weights come from; ``BoundWeights`` is one."""
+
+    def parts(self, name: str) -> Iterable[Array]:
+        """The elements of one input in order, as contiguous arrays."""
+
+
 class TensorRTExecutor:
     """Runs an engine.
 
     Args:
         engine: The engine directory.
-        weights: Weight inputs by name, in the network's type; copied to the GPU one after the other.
+        weights: Weight inputs by name, each in its type; copied to the GPU one part after the other.
         rotary_cos_sin: float32 [positions, qk_rope_head_dim]; rows beyond the engine's ``max_seq_len`` are left out.
         num_pages: Pages in each layer's pool.
         device: The GPU; None is the first.
@@ -55,7 +63,7 @@ class TensorRTExecutor:
     def __init__(
         self,
         engine: EngineDirectory,
-        weights: Mapping[str, Array],
+        weights: WeightParts,
         rotary_cos_sin: Float32Array,
         *,
         num_pages: int,
@@ -91,8 +99,8 @@ class TensorRTExecutor:
             f"{'native layers' if engine.info.native else 'MLA plugins'}"
         )
         self._check_inputs_and_outputs(engine)
-        for name in network.weights.shapes:
-            self._bind(name, weights[name])
+        for name, shape in network.weights.shapes.items():
+            self._bind_parts(name, shape, weights.parts(name))
         self._bind("rotary_cos_sin", np.ascontiguousarray(rotary_cos_sin[: config.max_seq_len]))
         for layer in range(network.num_layers):
             self._bind_pool(layer)
@@ -165,7 +173,7 @@ class TensorRTExecutor:
     def _check_inputs_and_outputs(self, engine: EngineDirectory) -> None:
         """Raises ValueError where the engine's inputs and outputs are not the network's."""
         network = engine.network
-        expected = {name: str(network.dtype) for name in network.weights.shapes}
+        expected = {name: str(dtype) for name, dtype in network.weights.dtypes(network.dtype).items()}
         expected |= {item.name: item.dtype for item in network.step_inputs}
         for layer in range(network.num_layers):
             expected |= dict.fromkeys((past_latent(layer), present_latent(layer)), self.cache_dtype.storage)
@@ -179,15 +187,24 @@ class TensorRTExecutor:
 
     def _bind(self, name: str, array: Array) -> None:
         """Copies an array to the input's buffer, and tells TensorRT where it is and how large."""
-        if self._engine.get_tensor_dtype(name) != self._backend.data_type(_type_name(array)):
-            raise ValueError(f"input '{name}': found {array.dtype}, expected {self._engine.get_tensor_dtype(name)}")
-        if not array.flags.c_contiguous:
-            raise ValueError(f"input '{name}': found strides {array.strides}, expected a contiguous array")
-        address = self._buffer(name, array.nbytes)
-        if array.nbytes:
-            self._device.copy_to_device(address, array, self._stream)
+        self._bind_parts(name, array.shape, [array])
+
+    def _bind_parts(self, name: str, shape: tuple[int, ...], parts: Iterable[Array]) -> None:
+        """Copies an input part by part, so that the host holds no more than one of them."""
+        size = math.prod(shape) * self._engine.get_tensor_dtype(name).itemsize
+        address, position = self._buffer(name, size), 0
+        for part in parts:
+            if self._engine.get_tensor_dtype(name) != self._backend.data_type(_type_name(part)):
+                raise ValueError(f"input '{name}': found {part.dtype}, expected {self._engine.get_tensor_dtype(name)}")
+            if not part.flags.c_contiguous:
+                raise ValueError(f"input '{name}': found strides {part.strides}, expected a contiguous array")
+            if part.nbytes:
+                self._device.copy_to_device(address + position, part, self._stream)
+            position += part.nbytes
+        if position != size:
+            raise ValueError(f"input '{name}': found {position} bytes, expected {size}")
         self._set_address(name, address)
-        self._set_shape(name, array.shape)
+        self._set_shape(name, shape)
 
     def _bind_pool(self, layer: int) -> None:
         name = past_latent(layer)
