@@ -53,20 +53,16 @@ Size = Annotated[int, Field(gt=0, le=MAX_DIMENSION, strict=True)]
 Index = Annotated[int, Field(ge=0, le=MAX_DIMENSION, strict=True)]
 
 
-class TensorSource(StrictModel):
-    """A whole tensor as it is.
+class WholeTensor(StrictModel):
+    """What sources of one whole tensor have in common.
 
     Attributes:
-        kind: Tells the sources apart.
         tensor: Name in the checkpoint.
         shape: Its shape, and that of the result.
-        dtype: Type that it is bound in; None is the network's.
     """
 
-    kind: Literal["tensor"] = "tensor"
     tensor: Name
     shape: Annotated[tuple[Size, ...], Field(min_length=1, max_length=MAX_RANK)]
-    dtype: DType | None = None
 
     @property
     def block_scaled(self) -> bool:
@@ -98,52 +94,32 @@ class TensorSource(StrictModel):
         return tensor
 
 
-class Fp8Source(StrictModel):
+class TensorSource(WholeTensor):
+    """A whole tensor as it is.
+
+    Attributes:
+        kind: Tells the sources apart.
+        dtype: Type that it is bound in; None is the network's.
+    """
+
+    kind: Literal["tensor"] = "tensor"
+    dtype: DType | None = None
+
+
+class Fp8Source(WholeTensor):
     """A tensor of E4M3 numbers, bound as bytes. Its scales are bound apart.
 
     Attributes:
         kind: Tells the sources apart.
-        tensor: Name in the checkpoint.
-        shape: Its shape, and that of the result.
     """
 
     kind: Literal["fp8"] = "fp8"
-    tensor: Name
     shape: tuple[Size, Size]
 
     @property
     def dtype(self) -> ByteDType:
         """Type that it is bound in."""
         return ByteDType.INT8
-
-    @property
-    def block_scaled(self) -> bool:
-        """Whether the tensors are E4M3 with scales, and the result is not."""
-        return False
-
-    @property
-    def tensors(self) -> tuple[str, ...]:
-        """The tensors it reads, in the order in which their parts make up the result."""
-        return (self.tensor,)
-
-    @property
-    def tensor_shape(self) -> tuple[int, ...]:
-        """Shape of the tensor in the checkpoint."""
-        return self.shape
-
-    @property
-    def groups(self) -> int:
-        """Equal parts that the tensor's rows fall into, of which the source takes ``rows`` of each."""
-        return 1
-
-    @property
-    def rows(self) -> tuple[int, int]:
-        """First row and the row behind the last, in each of ``groups``."""
-        return 0, self.shape[0]
-
-    def take(self, tensor: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """The part of the result that comes from a tensor, as a view of it."""
-        return tensor
 
 
 class HeadRowsSource(StrictModel):
