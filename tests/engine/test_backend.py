@@ -49,9 +49,38 @@ class TestTensorRTRTX:
         config = trt.Builder(trt.Logger(trt.Logger.ERROR)).create_builder_config()
         rtx.configure(config, rtx.resolve_targets(("sm_120", "sm_86")))
         assert config.get_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03)
+        # Without it, no engine can be captured in a CUDA graph.
+        assert config.get_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
         assert config.num_compute_capabilities == 2
         assert config.get_compute_capability(0) == trt.ComputeCapability.SM120
         assert config.get_compute_capability(1) == trt.ComputeCapability.SM86
+
+    @pytest.mark.parametrize("for_capture", [True, False])
+    def test_contexts_have_memory_of_the_caller(self, rtx: Backend, for_capture: bool) -> None:
+        config = FakeRuntimeConfig()
+        config.dynamic_shapes_kernel_specialization_strategy = None
+        engine: Any = FakeEngine(config)
+        assert rtx.create_context(engine, for_capture=for_capture) == "context"
+        assert config.allocation == rtx.module.ExecutionContextAllocationStrategy.USER_MANAGED
+        eager = rtx.module.DynamicShapesKernelSpecializationStrategy.EAGER
+        assert config.dynamic_shapes_kernel_specialization_strategy == (eager if for_capture else None)
+
+    def test_asks_whether_a_context_can_be_captured(self, rtx: Backend) -> None:
+        context: Any = SimpleNamespace(is_stream_capturable=lambda stream: stream == 77)
+        assert rtx.is_capturable(context, 77)
+        assert not rtx.is_capturable(context, 78)
+
+    def test_what_contexts_need_is_in_the_library(self, rtx: Backend) -> None:
+        trt: Any = rtx.module
+        for owner, name in (
+            (trt.ICudaEngine, "create_runtime_config"),
+            (trt.ICudaEngine, "device_memory_size_v2"),
+            (trt.IExecutionContext, "set_device_memory"),
+            (trt.IExecutionContext, "is_stream_capturable"),
+            (trt.IRuntimeConfig, "set_execution_context_allocation_strategy"),
+            (trt.IRuntimeConfig, "dynamic_shapes_kernel_specialization_strategy"),
+        ):
+            assert hasattr(owner, name)
 
     def test_networks_are_strongly_typed(self, rtx: Backend) -> None:
         trt: Any = rtx.module
@@ -72,6 +101,27 @@ class FakeConfig:
         super().__setattr__(name, value)
 
 
+class FakeRuntimeConfig:
+    """A runtime config. TensorRT's has no strategy for kernels."""
+
+    __slots__ = ("allocation", "dynamic_shapes_kernel_specialization_strategy")
+
+    def set_execution_context_allocation_strategy(self, strategy: Any) -> None:
+        self.allocation = strategy
+
+
+@dataclasses.dataclass
+class FakeEngine:
+    config: FakeRuntimeConfig
+
+    def create_runtime_config(self) -> FakeRuntimeConfig:
+        return self.config
+
+    def create_execution_context(self, config: FakeRuntimeConfig) -> str:
+        assert config is self.config
+        return "context"
+
+
 class TestTensorRT:
     @pytest.fixture
     def tensorrt(self, monkeypatch: pytest.MonkeyPatch) -> Backend:
@@ -84,6 +134,7 @@ class TestTensorRT:
             Builder=object,
             NetworkDefinitionCreationFlag=SimpleNamespace(),
             PreviewFeature=SimpleNamespace(ALIASED_PLUGIN_IO_10_03="aliased"),
+            ExecutionContextAllocationStrategy=SimpleNamespace(USER_MANAGED="user"),
         )
         monkeypatch.setitem(sys.modules, "tensorrt", module)
         load_backend.cache_clear()
@@ -103,6 +154,15 @@ class TestTensorRT:
         config: Any = FakeConfig()
         tensorrt.configure(config, tensorrt.resolve_targets(None))
         assert config.features == {"aliased": True}
+
+    def test_contexts_have_memory_of_the_caller(self, tensorrt: Backend) -> None:
+        config = FakeRuntimeConfig()
+        engine: Any = FakeEngine(config)
+        assert tensorrt.create_context(engine, for_capture=True) == "context"
+        assert config.allocation == "user"
+        assert not hasattr(config, "dynamic_shapes_kernel_specialization_strategy")
+        any_context: Any = object()
+        assert tensorrt.is_capturable(any_context, 77)
 
     def test_the_flag_may_be_gone(self, tensorrt: Backend) -> None:
         assert tensorrt.network_flags() == 0

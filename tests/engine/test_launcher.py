@@ -152,6 +152,37 @@ class TestLauncher:
             Launcher(RecordingDriver(), store).run(plan, addresses(), WORKSPACE, STREAM)
 
 
+class GraphBuilder:
+    """``cuda.core``'s builder: where a call was not allowed, ``end_building`` raises and the capture goes on."""
+
+    invalidated = False
+
+    def __init__(self, log: list[tuple[Any, ...]]) -> None:
+        self.log, self.is_capturing = log, False
+
+    def begin_building(self, mode: str) -> GraphBuilder:
+        self.log.append(("begin", mode))
+        self.is_capturing = True
+        return self
+
+    def end_building(self) -> GraphBuilder:
+        if self.invalidated:
+            raise RuntimeError("Build process encountered an error and has been invalidated.")
+        self.log.append(("end",))
+        self.is_capturing = False
+        return self
+
+    def complete(self) -> str:
+        assert not self.is_capturing
+        return "graph"
+
+    def close(self) -> None:
+        self.log.append(("close",))
+        if self.is_capturing:
+            self.is_capturing = False
+            raise RuntimeError("CUDA_ERROR_STREAM_CAPTURE_INVALIDATED")
+
+
 class FakeCuda:
     """``cuda.core`` and ``cuda.bindings.driver`` as far as ``CudaDriver`` uses them, recording the calls."""
 
@@ -171,7 +202,9 @@ class FakeCuda:
                 log.append(("set_current",))
 
             def create_stream(self) -> Any:
-                return SimpleNamespace(handle=77, sync=lambda: log.append(("sync",)))
+                return SimpleNamespace(
+                    handle=77, sync=lambda: log.append(("sync",)), create_graph_builder=lambda: GraphBuilder(log)
+                )
 
             def allocate(self, size: int, *, stream: Any) -> Any:
                 fill = lambda byte, *, stream: log.append(("fill", byte, stream.handle))  # noqa: E731
@@ -226,6 +259,13 @@ class TestCudaDriver:
         assert driver.device_name == "NVIDIA H200"
         assert cuda.log == [("device", 0), ("set_current",)]
 
+    def test_other_threads_have_to_make_it_current(self, cuda: FakeCuda) -> None:
+        driver = CudaDriver()
+        cuda.log.clear()
+        driver.make_current()
+        # cuda.core has an object for each thread.
+        assert cuda.log == [("device", 0), ("set_current",)]
+
     def test_loads_a_kernel(self, cuda: FakeCuda) -> None:
         driver = CudaDriver()
         cuda.log.clear()
@@ -256,6 +296,32 @@ class TestCudaDriver:
             ("cuMemcpyDtoHAsync", result.ctypes.data, 0x1000, 24, 77),
             ("sync",),
         ]
+
+    def test_captures_a_graph(self, cuda: FakeCuda) -> None:
+        driver = CudaDriver()
+        stream = driver.create_stream()
+        cuda.log.clear()
+        assert driver.capture(lambda: cuda.log.append(("enqueue",)), stream) == "graph"
+        assert cuda.log == [("begin", "thread_local"), ("enqueue",), ("end",), ("close",)]
+
+    def test_a_failed_enqueue_ends_the_capture(self, cuda: FakeCuda) -> None:
+        driver = CudaDriver()
+
+        def fail() -> None:
+            raise ValueError("the plugin failed")
+
+        cuda.log.clear()
+        with pytest.raises(ValueError, match="the plugin failed"):
+            driver.capture(fail, driver.create_stream())
+        assert cuda.log == [("begin", "thread_local"), ("close",)]
+
+    def test_an_invalid_capture_is_ended(self, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+        driver = CudaDriver()
+        monkeypatch.setattr(GraphBuilder, "invalidated", True)
+        cuda.log.clear()
+        with pytest.raises(RuntimeError, match="has been invalidated"):
+            driver.capture(lambda: None, driver.create_stream())
+        assert cuda.log == [("begin", "thread_local"), ("close",)]
 
     def test_reports_what_the_driver_reports(self, cuda: FakeCuda) -> None:
         driver = CudaDriver()

@@ -3,167 +3,36 @@
 from __future__ import annotations
 
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.engine.fakes import RecordingDriver
+from tests.engine.fakes import Call
 from tests.engine.models import make_network
+from tests.runtime.fake_tensorrt import STREAM, VOCAB, FakeContext, FakeDevice, FakeTensorRT, rtx
 from trtllm_mla.config import BuildConfig, MlaPluginConfig
-from trtllm_mla.engine.backend import Backend, load_backend
+from trtllm_mla.engine.backend import load_backend
 from trtllm_mla.engine.builder import build
 from trtllm_mla.engine.directory import EngineDirectory
+from trtllm_mla.engine.launcher import Launcher
 from trtllm_mla.errors import UserError
 from trtllm_mla.network.contract import history_inputs, step_inputs
 from trtllm_mla.network.directory import store_latent_scales
 from trtllm_mla.ops import OPS
+from trtllm_mla.runtime.decode_buckets import DecodeBucket, pad_decode
+from trtllm_mla.runtime.executors.decode_graphs import GraphStatistics
 from trtllm_mla.runtime.executors.tensorrt import TensorRTExecutor
 from trtllm_mla.runtime.step import Chunk, ContextPasses, LogitRows, StepInputs, build_step
-from trtllm_mla.targets import Target, get_target
+from trtllm_mla.targets import get_target
 
-rtx: Any = pytest.importorskip("tensorrt_rtx")
-
-NUM_PAGES, PAGE_SIZE, WIDTH, VOCAB = 5, 16, 128, 131
-STREAM = 4242
-
-
-class FakeDevice(RecordingDriver):
-    """A GPU whose memory is a dictionary."""
-
-    device_name = "NVIDIA GeForce RTX 4090"
-
-    def __init__(self, target: Target | None = None) -> None:
-        super().__init__(target or get_target("sm_89"))
-        self.memory: dict[int, bytearray] = {}
-        self.uploads: list[int] = []
-        self.synced = 0
-        self._next = 0x7F0000000000
-
-    def create_stream(self) -> Any:
-        def sync() -> None:
-            self.synced += 1
-
-        return SimpleNamespace(handle=STREAM, sync=sync)
-
-    def allocate(self, size: int, stream: Any) -> Any:
-        assert stream.handle == STREAM
-        assert size > 0
-        address, self._next = self._next, self._next + -(-size // 4096) * 4096
-        self.memory[address] = bytearray(size)
-        return SimpleNamespace(handle=address, size=size)
-
-    def fill(self, buffer: Any, byte: int, stream: Any) -> None:
-        self.memory[buffer.handle][:] = bytes([byte]) * buffer.size
-
-    def copy_to_device(self, address: int, source: np.ndarray[Any, Any], stream: Any) -> None:
-        assert source.flags.c_contiguous
-        self.uploads.append(address)
-        start = max(handle for handle in self.memory if handle <= address)
-        assert address + source.nbytes <= start + len(self.memory[start])
-        self.memory[start][address - start : address - start + source.nbytes] = source.tobytes()
-
-    def copy_to_host(self, destination: np.ndarray[Any, Any], address: int, stream: Any) -> None:
-        data = bytes(self.memory[address][: destination.nbytes])
-        destination[...] = np.frombuffer(data, destination.dtype).reshape(destination.shape)
-
-    def read(self, address: int, dtype: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-        count = int(np.prod(shape))
-        return np.frombuffer(bytes(self.memory[address]), dtype, count).reshape(shape)
-
-
-class FakeEngine:
-    """An engine with a network's inputs and outputs."""
-
-    def __init__(self, dtypes: dict[str, Any], device: FakeDevice) -> None:
-        self.dtypes, self.device = dtypes, device
-        self.context: FakeContext | None = FakeContext(self)
-        self.num_io_tensors = len(dtypes)
-
-    def get_tensor_name(self, index: int) -> str:
-        return list(self.dtypes)[index]
-
-    def get_tensor_dtype(self, name: str) -> Any:
-        return self.dtypes[name]
-
-    def get_tensor_profile_shape(self, name: str, profile: int) -> list[tuple[int, ...]]:
-        return [(0,), (8,), (96,)]
-
-    def create_execution_context(self) -> FakeContext | None:
-        return self.context
-
-
-class FakeContext:
-    """An execution context. A step's logits are made up of its own inputs."""
-
-    def __init__(self, engine: FakeEngine) -> None:
-        self.engine = engine
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.addresses: dict[str, int] = {}
-        self.streams: list[int] = []
-        self.fails = False
-        self.refused: set[str] = set()
-        self.misplaced: dict[str, int] = {}
-
-    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
-        self.shapes[name] = shape
-        return name not in self.refused
-
-    def set_tensor_address(self, name: str, address: int) -> bool:
-        assert address in self.engine.device.memory
-        self.addresses[name] = address
-        return True
-
-    def get_tensor_address(self, name: str) -> int:
-        return self.misplaced.get(name, self.addresses[name])
-
-    def execute_async_v3(self, stream: int) -> bool:
-        assert set(self.addresses) == set(self.engine.dtypes)
-        assert set(self.shapes) == {name for name in self.engine.dtypes if name != "logits" and "present" not in name}
-        self.streams.append(stream)
-        device = self.engine.device
-        rows = device.read(self.addresses["last_token_ids"], np.int32, self.shapes["last_token_ids"])
-        tokens = device.read(self.addresses["input_ids"], np.int32, self.shapes["input_ids"])
-        logits = (tokens[rows, None] * 1000 + np.arange(VOCAB)).astype(np.float32)
-        device.memory[self.addresses["logits"]][: logits.nbytes] = logits.tobytes()
-        return not self.fails
-
-
-class FakeTensorRT:
-    """TensorRT-RTX's module, with engines that are stand-ins."""
-
-    def __init__(self, dtypes: dict[str, Any], device: FakeDevice) -> None:
-        self.engine: FakeEngine | None = FakeEngine(dtypes, device)
-        self.serialized: list[bytes] = []
-        self.creators: dict[str, Any] = {}
-        self.plugins: list[Any] = []
-        self.plugin_fields: list[Any] = []
-        self.module = ModuleType("tensorrt_rtx")
-        self.module.__dict__.update(vars(rtx))
-        self.module.__dict__.update(Runtime=self.runtime, get_plugin_registry=lambda: self)
-
-    def backend(self) -> Backend:
-        return Backend("tensorrt-rtx", self.module, ("sm_89",), ("sm_89",))
-
-    def register_creator(self, creator: Any, namespace: str) -> bool:
-        self.creators[creator.name] = creator
-        return True
-
-    def runtime(self, logger: Any) -> Any:
-        def deserialize(serialized: bytes) -> FakeEngine | None:
-            self.serialized.append(serialized)
-            if self.plugin_fields:
-                phase = rtx.TensorRTPhase.RUNTIME
-                self.plugins.append(self.creators["GatherLatent"].create_plugin("layer", self.plugin_fields, phase))
-            if self.engine is None:
-                logger.log(rtx.ILogger.Severity.ERROR, "the engine is of another version")
-            return self.engine
-
-        return SimpleNamespace(deserialize_cuda_engine=deserialize)
+NUM_PAGES, PAGE_SIZE, WIDTH = 5, 16, 128
 
 
 @pytest.fixture(scope="module")
@@ -243,8 +112,17 @@ def make(
     tensorrt: FakeTensorRT,
     weights: WeightArrays,
     num_pages: int = NUM_PAGES,
+    use_cuda_graph: bool = True,
 ) -> TensorRTExecutor:
-    return TensorRTExecutor(engine, weights, ROTARY, num_pages=num_pages, device=device, backend=tensorrt.backend())
+    return TensorRTExecutor(
+        engine,
+        weights,
+        ROTARY,
+        num_pages=num_pages,
+        use_cuda_graph=use_cuda_graph,
+        device=device,
+        backend=tensorrt.backend(),
+    )
 
 
 def step(prompt: int = 7, decoded: int = 1, rows: LogitRows = LogitRows.LAST) -> StepInputs:
@@ -255,9 +133,8 @@ def step(prompt: int = 7, decoded: int = 1, rows: LogitRows = LogitRows.LAST) ->
 
 
 def context_of(tensorrt: FakeTensorRT) -> FakeContext:
-    assert tensorrt.engine is not None
-    assert tensorrt.engine.context is not None
-    return tensorrt.engine.context
+    """The context of steps that are not captured."""
+    return tensorrt.contexts[0]
 
 
 class TestBinding:
@@ -458,6 +335,17 @@ class TestRun:
         addresses = context_of(tensorrt).addresses
         assert len(set(addresses.values())) == len(addresses) - 2  # two caches go in and out
 
+    def test_other_threads_may_run_it(self, executor: TensorRTExecutor) -> None:
+        """As ``LLM`` does, which makes it in the caller's thread and runs it in its own."""
+
+        def use() -> list[Any]:
+            return [executor.run(step()), executor.run(step(0, 1)), executor.run(step(0, 1)), executor.read_cache(0)]
+
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(use).result()
+            pool.submit(executor.close).result()
+        assert [item.shape for item in other[:3]] == [(2, VOCAB), (1, VOCAB), (1, VOCAB)]
+
     def test_a_failure_is_raised(self, executor: TensorRTExecutor, tensorrt: FakeTensorRT) -> None:
         context_of(tensorrt).fails = True
         with pytest.raises(RuntimeError, match="tensorrt-rtx could not run a step: no reason given"):
@@ -491,7 +379,9 @@ class TestLoading:
             "tiles": np.array([89, *_tile(engines[False])]),
             "workspace_bytes": np.array([0]),
         }
-        tensorrt.plugin_fields = [SimpleNamespace(name=name, data=data) for name, data in values.items()]
+        tensorrt.plugin_fields["GatherLatent"] = [
+            SimpleNamespace(name=name, data=data) for name, data in values.items()
+        ]
         executor = make(engines[False], device, tensorrt, weights)
         assert executor.description.endswith("MLA plugins")
         assert set(tensorrt.creators) == set(OPS)
@@ -577,10 +467,210 @@ class TestLoading:
             make(EngineDirectory.load(tmp_path / "engine"), device, tensorrt, weights)
 
 
+class TestCudaGraphs:
+    """What the executor gives to ``DecodeGraphs``, whose own tests are elsewhere."""
+
+    @pytest.fixture
+    def engine(self, engines: dict[bool, EngineDirectory]) -> EngineDirectory:
+        return engines[False]
+
+    def test_decode_steps_are_launched_as_graphs(
+        self, executor: TensorRTExecutor, tensorrt: FakeTensorRT, weights: WeightArrays
+    ) -> None:
+        steps = [step(), decode(17, 33), decode(3, 40), step(16), decode(36, 20), decode(5)]
+        for inputs in steps:
+            expected = inputs.input_ids[inputs.last_token_ids, None] * 1000 + np.arange(VOCAB)
+            np.testing.assert_array_equal(executor.run(inputs), expected)
+        assert executor.graph_statistics == GraphStatistics(num_captured=2, num_replayed=2, num_eager=2)
+        eager, *captured = tensorrt.contexts
+        assert [len(context.runs) for context in (eager, *captured)] == [2, 4, 2]
+        fixed = [*weights, "rotary_cos_sin", *(f"{kind}_latent_{n}" for kind in ("past", "present") for n in range(2))]
+        for context in captured:
+            # Weights and caches are where they are; a step's inputs, which prefill moves, are elsewhere.
+            for name, address in context.addresses.items():
+                assert (address == eager.addresses[name]) == (name in fixed), name
+            assert context.scratch == eager.scratch
+            assert {name: context.shapes[name] for name in weights} == {
+                name: array.shape for name, array in weights.items()
+            }
+
+    @pytest.mark.parametrize(("requests", "bucket"), [(1, 1), (2, 2), (3, 3)])
+    def test_the_last_bucket_is_the_engines_limit(
+        self, executor: TensorRTExecutor, tensorrt: FakeTensorRT, requests: int, bucket: int
+    ) -> None:
+        executor.run(decode(*[7] * requests))
+        assert tensorrt.contexts[1].shapes["generation_sequence_length"] == (bucket,)
+        assert tensorrt.contexts[1].shapes["kv_cache_block_offsets"] == (bucket, 1)
+
+    def test_a_native_engine_has_no_padding_requests(
+        self, engines: dict[bool, EngineDirectory], tmp_path: Path, weights: WeightArrays
+    ) -> None:
+        """The function body of AppendLatent writes a row for every token."""
+        device = FakeDevice()
+        for native, bucket in ((True, 5), (False, 8)):
+            engine = engines[native]
+            info = engine.info.build_config.model_copy(update={"max_batch_size": 11})
+            engine = replace(engine, info=engine.info.model_copy(update={"build_config": info}))
+            tensorrt = FakeTensorRT(engine_types(engine, rtx.DataType.BF16), device)
+            executor = make(engine, device, tensorrt, weights, num_pages=9)
+            executor.run(decode(*[7] * 5, num_pages=9))
+            assert tensorrt.contexts[1].shapes["generation_sequence_length"] == (bucket,)
+
+    def test_without_graphs(
+        self, engine: EngineDirectory, device: FakeDevice, tensorrt: FakeTensorRT, weights: WeightArrays
+    ) -> None:
+        executor = make(engine, device, tensorrt, weights, use_cuda_graph=False)
+        for _ in range(3):
+            executor.run(decode(17, 33))
+        assert executor.graph_statistics is None
+        assert len(tensorrt.contexts) == 1
+        assert not device.graphs
+
+    def test_without_absorption(self, engine: EngineDirectory, device: FakeDevice, weights: WeightArrays) -> None:
+        """Decode goes through the context group, whose shapes follow the lengths."""
+        plugin = engine.network.plugin.model_copy(update={"enable_matrix_absorption": False})
+        engine = replace(engine, network=replace(engine.network, plugin=plugin))
+        generation = [item.name for item in step_inputs(absorption=True) if item.group == "generation"]
+        types = engine_types(engine, rtx.DataType.BF16)
+        tensorrt = FakeTensorRT({name: types[name] for name in types if name not in generation}, device)
+        executor = make(engine, device, tensorrt, weights)
+        chunk = Chunk(np.array([90], np.int32), 17, np.array([1, 4], np.int32))
+        for _ in range(2):
+            executor.run(build_step([chunk], [], page_size=PAGE_SIZE, num_pages=NUM_PAGES))
+        assert executor.graph_statistics is None
+        assert len(tensorrt.contexts) == 1
+
+    def test_without_a_further_context_steps_go_on(
+        self, executor: TensorRTExecutor, tensorrt: FakeTensorRT, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        assert tensorrt.engine is not None
+        tensorrt.engine.most_contexts = 1
+        inputs = decode(17, 33)
+        for _ in range(2):
+            np.testing.assert_array_equal(executor.run(inputs), inputs.input_ids[:, None] * 1000 + np.arange(VOCAB))
+        (record,) = caplog.records
+        assert record.getMessage().startswith("decode steps run without CUDA graphs: tensorrt-rtx makes no execution")
+        assert executor.graph_statistics == GraphStatistics(num_eager=2)
+
+    def test_launches_follow_from_a_buckets_shapes(
+        self, engine: EngineDirectory, device: FakeDevice, tensorrt: FakeTensorRT, weights: WeightArrays
+    ) -> None:
+        """Two steps of one bucket, with other lengths, pages and numbers of requests, have the same launches."""
+        tensorrt.plugin_fields = {name: plugin_fields(engine, name) for name in ("AppendLatent", "LatentAttention")}
+        executor = make(engine, device, tensorrt, weights, use_cuda_graph=False)
+        context_of(tensorrt).on_enqueue = partial(enqueue_plugins, tensorrt.plugins)
+
+        def launches(inputs: StepInputs, bucket: DecodeBucket) -> list[Call]:
+            device.calls.clear()
+            executor.run(pad_decode(inputs, bucket))
+            return list(device.calls)
+
+        bucket = DecodeBucket(3, 4)
+        expected = launches(decode(17, 33), bucket)
+        assert [call.entry for call in expected] == ["append_latent", "attend"]
+        for lengths in ((5,), (64,), (1, 2), (16, 17, 18)):
+            assert launches(decode(*lengths), bucket) == expected
+        assert launches(decode(17, 33), DecodeBucket(2, 4)) != expected
+        assert launches(decode(17, 33), DecodeBucket(3, 7)) != expected
+
+    def test_a_captured_graph_holds_the_launches_of_plugins(
+        self, executor: TensorRTExecutor, engine: EngineDirectory, device: FakeDevice, tensorrt: FakeTensorRT
+    ) -> None:
+        library = tensorrt.creators["LatentAttention"].library
+        with library.loading(Launcher(device, engine.kernels())):
+            plugins = [
+                tensorrt.creators[name].create_plugin("layer", plugin_fields(engine, name), rtx.TensorRTPhase.RUNTIME)
+                for name in ("AppendLatent", "LatentAttention")
+            ]
+        tensorrt.contexts.append(FakeContext(tensorrt.contexts[0].engine))
+        tensorrt.contexts[1].on_enqueue = partial(enqueue_plugins, plugins)
+        executor.run(decode(17, 33))
+        # Enqueued to run, then to be captured: on the same stream and addresses.
+        half = len(device.calls) // 2
+        assert half >= 2
+        assert device.calls[:half] == device.calls[half:]
+        assert {call.stream for call in device.calls} == {STREAM}
+        device.calls.clear()
+        executor.run(decode(36, 20))
+        assert not device.calls
+
+    def test_a_plugin_that_fails_in_the_capture(
+        self, executor: TensorRTExecutor, device: FakeDevice, tensorrt: FakeTensorRT, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def fail(context: FakeContext) -> None:
+            if device.captured is not None:
+                tensorrt.creators["LatentAttention"].library.record("LatentAttention.enqueue", ValueError("no"))
+
+        tensorrt.contexts.append(FakeContext(tensorrt.contexts[0].engine))
+        tensorrt.contexts[1].on_enqueue = fail
+        inputs = decode(17, 33)
+        np.testing.assert_array_equal(executor.run(inputs), inputs.input_ids[:, None] * 1000 + np.arange(VOCAB))
+        assert "LatentAttention.enqueue: no" in caplog.records[-1].getMessage()
+        assert not device.graphs
+
+
+def decode(*lengths: int, num_pages: int = NUM_PAGES) -> StepInputs:
+    """A decode step of requests that have so many tokens after it."""
+    free = iter(np.random.default_rng(lengths).permutation(num_pages).astype(np.int32))
+    chunks = [
+        Chunk(
+            np.array([40 + index], np.int32),
+            length - 1,
+            np.array([next(free) for _ in range(-(-length // PAGE_SIZE))], np.int32),
+        )
+        for index, length in enumerate(lengths)
+    ]
+    return build_step([], chunks, page_size=PAGE_SIZE, num_pages=num_pages)
+
+
+def plugin_fields(engine: EngineDirectory, op: str) -> list[Any]:
+    """A serialised plugin's fields."""
+    attributes = {"softmax_scale": np.array([0.1]), "latent_scale": np.array([1.0]), "rope_interleave": np.array([1])}
+    values = {
+        **{name: attributes[name] for name in OPS[op].attributes},
+        "model_dtype": np.frombuffer(b"bfloat16", np.int8),
+        "cache_dtype": np.frombuffer(b"bf16", np.int8),
+        "tiles": np.array([89, *_tile(engine)]),
+        "workspace_bytes": np.array([1 << 30]),
+    }
+    return [SimpleNamespace(name=name, data=data) for name, data in values.items()]
+
+
+def enqueue_plugins(plugins: list[Any], context: FakeContext) -> None:
+    """Enqueues AppendLatent and LatentAttention with a context's shapes and addresses."""
+    (tokens,) = context.shapes["input_ids"]
+    step_tensors = {
+        "position_ids": "generation_position_ids",
+        "slot_mapping": "slot_mapping",
+        "rotary_cos_sin": "rotary_cos_sin",
+        "past_latent": "past_latent_0",
+        "latent_cache": "past_latent_0",
+        "present_latent": "past_latent_0",
+        "block_offsets": "kv_cache_block_offsets",
+        "sequence_length": "generation_sequence_length",
+        "query_offsets": "generation_query_offsets",
+        "query_index": "generation_query_index",
+    }
+    activations = {"latent": (tokens, 96), "k_pe": (tokens, 32), "q_pe": (tokens, 5, 32), "q_latent": (tokens, 5, 96)}
+    activations |= dict.fromkeys(("rotated_q_pe", "output", "log_sum_exp"), ())
+    addresses = {name: 0x10000 * (index + 1) for index, name in enumerate(activations)}
+    addresses |= {name: context.addresses[tensor] for name, tensor in step_tensors.items()}
+    shapes = {**activations, **{name: context.shapes[tensor] for name, tensor in step_tensors.items()}}
+    for plugin in plugins:
+        definition = plugin.state.operation.definition
+        descriptions = [SimpleNamespace(dims=shapes[tensor.name]) for tensor in definition.inputs]
+        inputs, outputs = (
+            [addresses[tensor.name] for tensor in tensors] for tensors in (definition.inputs, definition.outputs)
+        )
+        plugin.enqueue(descriptions, [], inputs, outputs, 0x100000, STREAM)
+
+
 def test_close_frees_the_memory(executor: TensorRTExecutor, device: FakeDevice) -> None:
+    executor.run(step(0, 1))
     executor.close()
     assert device.synced
     assert not executor._buffers
+    assert [graph.is_closed for graph in device.graphs] == [True]
 
 
 def _tile(engine: EngineDirectory) -> tuple[int, int]:

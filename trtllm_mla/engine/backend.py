@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _MODULES = {"tensorrt-rtx": "tensorrt_rtx", "tensorrt": "tensorrt"}
 _EXTRAS = {"tensorrt-rtx": "rtx", "tensorrt": "tensorrt"}
 # The two newest desktop generations: each target costs some seconds of compilation.
-_RTX_DEFAULT_TARGETS = ("sm_89", "sm_120")
+RTX_DEFAULT_TARGETS = ("sm_89", "sm_120")
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,43 @@ class Backend:
         if self.ahead_of_time_targets:
             # TensorRT-RTX only: the attributes below are not in TensorRT's API.
             rtx_config: Any = config
+            # TensorRT-RTX captures no engine in a CUDA graph that may allocate memory when it runs.
+            rtx_config.set_flag(self.module.BuilderFlag.REQUIRE_USER_ALLOCATION)
             rtx_config.num_compute_capabilities = len(targets)
             for index, target in enumerate(targets):
                 capability = getattr(self.module.ComputeCapability, f"SM{target.compute_capability}")
                 rtx_config.set_compute_capability(capability, index)
+
+    def create_context(self, engine: trt.ICudaEngine, *, for_capture: bool) -> trt.IExecutionContext | None:
+        """Makes an execution context, which needs ``set_device_memory`` before it runs.
+
+        Args:
+            engine: The engine.
+            for_capture: Whether it is to be captured in a CUDA graph. With TensorRT-RTX it then waits for the kernels
+                of its shapes to be compiled, which would otherwise take over from others at some later step.
+
+        Returns:
+            The context; None where TensorRT makes none, and logs why.
+        """
+        config = engine.create_runtime_config()
+        config.set_execution_context_allocation_strategy(self.module.ExecutionContextAllocationStrategy.USER_MANAGED)
+        if for_capture and self.ahead_of_time_targets:
+            rtx_config: Any = config
+            strategy = self.module.DynamicShapesKernelSpecializationStrategy.EAGER
+            rtx_config.dynamic_shapes_kernel_specialization_strategy = strategy
+        return engine.create_execution_context(config)
+
+    def is_capturable(self, context: trt.IExecutionContext, stream: int) -> bool:
+        """Whether a context's next enqueue can be captured in a CUDA graph, as far as the library tells.
+
+        Args:
+            context: The context.
+            stream: Address of the CUDA stream.
+        """
+        if not self.ahead_of_time_targets:
+            return True
+        rtx_context: Any = context
+        return bool(rtx_context.is_stream_capturable(stream))
 
 
 @functools.cache
@@ -125,7 +158,7 @@ def load_backend(name: BackendName) -> Backend:
     ahead_of_time = tuple(
         target.name for target in TARGETS.values() if f"SM{target.compute_capability}" in capabilities
     )
-    return Backend(name, module, ahead_of_time, _RTX_DEFAULT_TARGETS)
+    return Backend(name, module, ahead_of_time, RTX_DEFAULT_TARGETS)
 
 
 def _import_module(name: BackendName) -> ModuleType:

@@ -6,7 +6,8 @@ stands the ``Driver`` protocol, so that what is launched can be checked without 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -25,7 +26,7 @@ POINTER_ALIGNMENT = 16
 # More dynamic shared memory has to be asked for: CUDA C++ Programming Guide, "Shared Memory" of each generation.
 _SHARED_BYTES_WITHOUT_OPT_IN = 48 * KIB
 # Triton 3.5 and later append a global and a profile scratch pointer to the parameters; the kernels use neither.
-_TRAILING_NULL_POINTERS = (np.uint64(0), np.uint64(0))
+NUM_NULL_POINTERS = 2
 
 # Types of fixed width, so that a parameter takes as many bytes as its kernel reads.
 Parameter = np.uint64 | np.int32 | np.float32
@@ -62,7 +63,7 @@ class Driver(Protocol):
             grid: Blocks along x, y and z.
             block: Threads of a block.
             shared_bytes: Dynamic shared memory of each block.
-            parameters: The kernel's parameters, in order.
+            parameters: The kernel's parameters, in order. CUDA copies them, also when the launch is captured.
             stream: Address of the CUDA stream.
         """
 
@@ -73,6 +74,9 @@ class Device(Driver, Protocol):
     @property
     def device_name(self) -> str:
         """The GPU's name."""
+
+    def make_current(self) -> None:
+        """Makes the GPU that of the calling thread; it is that of the thread that made this object."""
 
     def create_stream(self) -> Any:
         """A new stream; ``int(stream.handle)`` is its address."""
@@ -93,6 +97,18 @@ class Device(Driver, Protocol):
 
     def copy_to_host(self, destination: npt.NDArray[Any], address: int, stream: Any) -> None:
         """Fills a contiguous array from an address, and waits until that is done."""
+
+    def capture(self, enqueue: Callable[[], None], stream: Any) -> Any:
+        """Captures what is enqueued on a stream in a CUDA graph, instead of running it.
+
+        Args:
+            enqueue: Enqueues it. It may not allocate memory, copy from the host, or wait.
+            stream: The stream.
+
+        Returns:
+            The graph. ``graph.launch(stream)`` runs it, while all memory that it names exists; ``graph.close()`` frees
+            it.
+        """
 
 
 class Launcher:
@@ -159,7 +175,7 @@ class Launcher:
             _parameter(launch, name, parameter_type, argument, tensors, workspace)
             for (name, parameter_type), argument in zip(launch.variant.signature, launch.arguments, strict=True)
         ]
-        return (*parameters, *_TRAILING_NULL_POINTERS)
+        return (*parameters, *(np.uint64(0),) * NUM_NULL_POINTERS)
 
 
 def _parameter(
@@ -249,6 +265,10 @@ class CudaDriver:
         config = self._core.LaunchConfig(grid=grid, block=block, shmem_size=shared_bytes)
         self._core.launch(self._core.Stream.from_handle(stream), config, kernel, *parameters)
 
+    def make_current(self) -> None:
+        """See ``Device.make_current``."""
+        self._core.Device(self._device.device_id).set_current()
+
     def create_stream(self) -> Any:
         """See ``Device.create_stream``."""
         return self._device.create_stream()
@@ -271,6 +291,19 @@ class CudaDriver:
         pointer, size = destination.ctypes.data, destination.nbytes
         self._check(self._bindings.cuMemcpyDtoHAsync(pointer, address, size, stream.handle))
         stream.sync()
+
+    def capture(self, enqueue: Callable[[], None], stream: Any) -> Any:
+        """See ``Device.capture``."""
+        builder = stream.create_graph_builder()
+        try:
+            # TensorRT's own tools capture in this mode: calls of other threads do not matter.
+            builder.begin_building("thread_local")
+            enqueue()
+            return builder.end_building().complete()
+        finally:
+            # This also ends a capture that failed, and then reports the failure once more.
+            with suppress(Exception):
+                builder.close()
 
     def _check(self, result: tuple[Any, ...]) -> None:
         status = result[0]

@@ -11,7 +11,7 @@ from trtllm_mla.config import MlaPluginConfig
 from trtllm_mla.dtypes import DType
 from trtllm_mla.errors import MissingDependencyError, UserError
 from trtllm_mla.network.directory import convert
-from trtllm_mla.runtime.executors import interpreter
+from trtllm_mla.runtime.executors import factory, interpreter
 from trtllm_mla.runtime.executors.factory import EXECUTORS, make_executor, rotary_table
 from trtllm_mla.runtime.generation import ForcedChunk, ForcedSequence, run_forced
 
@@ -97,6 +97,16 @@ def test_unknown_executor(checkpoint, directories):
 def test_tensorrt_needs_an_engine(checkpoint, directories):
     with pytest.raises(UserError, match=r"found no rank0\.engine, expected an engine directory"):
         make_executor("tensorrt", directories[DType.BFLOAT16], Checkpoint.open(checkpoint.path), num_pages=4)
+
+
+@pytest.mark.parametrize(("options", "expected"), [({}, True), ({"use_cuda_graph": False}, False)])
+def test_tensorrt_is_told_whether_to_use_cuda_graphs(checkpoint, directories, monkeypatch, options, expected):
+    made = []
+    monkeypatch.setattr(factory, "TensorRTExecutor", lambda *arguments, **values: made.append(values))
+    monkeypatch.setattr(factory.EngineDirectory, "load", lambda path: path)
+    directory = directories[DType.BFLOAT16]
+    make_executor("tensorrt", directory, Checkpoint.open(checkpoint.path), num_pages=4, **options)
+    assert made == [{"num_pages": 4, "use_cuda_graph": expected}]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from trtllm_mla.checkpoint.files import Checkpoint
@@ -24,8 +25,23 @@ INTERPRETER_TARGET = "sm_90"
 MAX_THREADS = 1024
 
 
+@dataclass(frozen=True)
+class _Settings:
+    """The arguments of ``make_executor`` that an executor may use or not."""
+
+    num_pages: int
+    num_threads: int | None
+    use_cuda_graph: bool
+
+
 def make_executor(
-    name: str, directory: NetworkDirectory, checkpoint: Checkpoint, *, num_pages: int, num_threads: int | None = None
+    name: str,
+    directory: NetworkDirectory,
+    checkpoint: Checkpoint,
+    *,
+    num_pages: int,
+    num_threads: int | None = None,
+    use_cuda_graph: bool = True,
 ) -> Executor:
     """Makes an executor for a network or an engine.
 
@@ -35,6 +51,7 @@ def make_executor(
         checkpoint: Whose weights are bound.
         num_pages: Pages in each layer's pool.
         num_threads: Threads of an operator, where the executor computes on the CPU; None leaves the number to it.
+        use_cuda_graph: Whether decode steps are captured in CUDA graphs, where the executor computes on a GPU.
 
     Raises:
         UserError: There is no such executor, the pool's size is out of range, the checkpoint does not fit the
@@ -49,7 +66,7 @@ def make_executor(
     if num_threads is not None and not 1 <= num_threads <= MAX_THREADS:
         raise UserError(f"num_threads: found {num_threads}, expected 1 to {MAX_THREADS}.")
     directory.check_model(checkpoint)
-    return EXECUTORS[name](directory, checkpoint, num_pages, num_threads)
+    return EXECUTORS[name](directory, checkpoint, _Settings(num_pages, num_threads, use_cuda_graph))
 
 
 def make_float32_twin(
@@ -77,44 +94,39 @@ def rotary_table(directory: NetworkDirectory, num_pages: int) -> Float32Array:
     return rotary_cos_sin(directory.spec.rope, min(slots, MAX_POSITIONS))
 
 
-def _make_onnxruntime(
-    directory: NetworkDirectory, checkpoint: Checkpoint, num_pages: int, num_threads: int | None
-) -> Executor:
+def _make_onnxruntime(directory: NetworkDirectory, checkpoint: Checkpoint, settings: _Settings) -> Executor:
     # ONNX Runtime has no bfloat16 products on CPUs.
     if directory.dtype is DType.BFLOAT16:
-        return make_float32_twin(directory, checkpoint, num_pages=num_pages, num_threads=num_threads)
+        return make_float32_twin(directory, checkpoint, num_pages=settings.num_pages, num_threads=settings.num_threads)
     return OnnxRuntimeExecutor(
         directory.model(),
         bind(directory.weights, checkpoint, directory.dtype),
-        rotary_table(directory, num_pages),
-        num_pages=num_pages,
+        rotary_table(directory, settings.num_pages),
+        num_pages=settings.num_pages,
         page_size=directory.plugin.page_size,
-        num_threads=num_threads,
+        num_threads=settings.num_threads,
     )
 
 
-def _make_interpreter(
-    directory: NetworkDirectory, checkpoint: Checkpoint, num_pages: int, num_threads: int | None
-) -> Executor:
+def _make_interpreter(directory: NetworkDirectory, checkpoint: Checkpoint, settings: _Settings) -> Executor:
     plugin = directory.plugin
     return InterpreterExecutor(
         directory.model(),
         bind(directory.weights, checkpoint, directory.dtype),
-        rotary_table(directory, num_pages),
-        num_pages=num_pages,
+        rotary_table(directory, settings.num_pages),
+        num_pages=settings.num_pages,
         page_size=plugin.page_size,
         settings=_kernel_settings(directory),
     )
 
 
-def _make_tensorrt(
-    directory: NetworkDirectory, checkpoint: Checkpoint, num_pages: int, num_threads: int | None
-) -> Executor:
+def _make_tensorrt(directory: NetworkDirectory, checkpoint: Checkpoint, settings: _Settings) -> Executor:
     return TensorRTExecutor(
         EngineDirectory.load(directory.path),
         bind(directory.weights, checkpoint, directory.dtype),
-        rotary_table(directory, num_pages),
-        num_pages=num_pages,
+        rotary_table(directory, settings.num_pages),
+        num_pages=settings.num_pages,
+        use_cuda_graph=settings.use_cuda_graph,
     )
 
 
@@ -127,7 +139,7 @@ def _kernel_settings(directory: NetworkDirectory) -> KernelSettings:
     return KernelSettings(get_target(tile.target), tile.tile_s, tile.num_stages)
 
 
-_Maker = Callable[[NetworkDirectory, Checkpoint, int, int | None], Executor]
+_Maker = Callable[[NetworkDirectory, Checkpoint, _Settings], Executor]
 
 EXECUTORS: Mapping[str, _Maker] = MappingProxyType(
     {"onnxruntime": _make_onnxruntime, "interpreter": _make_interpreter, "tensorrt": _make_tensorrt}
