@@ -110,3 +110,12 @@ def test_type_checkers_may_use_the_annotations():
 
 def test_the_command_line_offers_every_executor():
     assert {name.value for name in ExecutorName} == EXECUTORS.keys()
+
+
+def test_the_runtime_is_found_in_the_package_itself():
+    from trtllm_mla.runtime.llm import LLM
+    from trtllm_mla.runtime.sampling import SamplingParams
+
+    assert (trtllm_mla.LLM, trtllm_mla.SamplingParams) == (LLM, SamplingParams)
+    with pytest.raises(AttributeError, match="no attribute 'Absent'"):
+        _ = trtllm_mla.Absent

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from trtllm_mla.checkpoint import tokenizer as tokenizer_module
-from trtllm_mla.checkpoint.tokenizer import TextCodec, read_text
+from trtllm_mla.checkpoint.tokenizer import TextCodec, TextStream, read_text
 from trtllm_mla.errors import UserError
 
 
@@ -68,3 +68,37 @@ def test_read_text(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizer_module, "MAX_TEXT_BYTES", 3)
     with pytest.raises(UserError, match="found 5 bytes, expected a text of at most 3"):
         read_text(text, tmp_path)
+
+
+class TestTextStream:
+    @staticmethod
+    def parts(codec, ids):
+        stream = TextStream(codec)
+        return [*(stream.push(token) for token in ids), stream.end()]
+
+    @pytest.mark.parametrize(
+        "text", ["plain " * 40, "Grüße, 世界 \N{SNOWMAN}\n\ttabs " * 12, "\N{GRINNING FACE}" * 30, ""]
+    )
+    def test_parts_make_the_text_and_no_part_holds_half_a_character(self, checkpoint, text):
+        codec = TextCodec.load(checkpoint)
+        parts = self.parts(codec, codec.encode(text))
+        assert "".join(parts) == text
+        assert not any("\N{REPLACEMENT CHARACTER}" in part for part in parts)
+
+    def test_text_comes_with_the_last_byte_of_its_character(self, checkpoint):
+        codec = TextCodec.load(checkpoint)
+        assert self.parts(codec, codec.encode("a世b")) == ["a", "", "", "世", "b", ""]
+
+    def test_an_unfinished_character_comes_at_the_end(self, checkpoint):
+        codec = TextCodec.load(checkpoint)
+        assert self.parts(codec, codec.encode("a世")[:-1]) == ["a", "", "", "\N{REPLACEMENT CHARACTER}"]
+
+    def test_words_joined_by_a_decoder_that_looks_at_neighbours(self, checkpoint):
+        # Metaspace drops the blank before a text's first word only.
+        words = [f"\N{LOWER ONE EIGHTH BLOCK}w{index}" for index in range(200)]
+        tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, "w0"))
+        tokenizer.decoder = decoders.Metaspace()
+        codec = TextCodec(tokenizer)
+        ids = list(range(200))
+        assert "".join(self.parts(codec, ids)) == codec.decode(ids)
+        assert codec.decode(ids).startswith("w0 w1 ")

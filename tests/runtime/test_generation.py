@@ -112,6 +112,8 @@ class TestGenerate:
         session, _ = make_session()
         with pytest.raises(RuntimeError):
             session.generate([Request([1, 2, 3], 20, on_token=fail)] * 3)
+        assert not session.has_work
+        assert session.num_free_pages == CONFIG.num_pages
         assert session.generate([Request([1, 2, 3], 4)])[0].output_ids == greedy([1, 2, 3], 4)
 
     def test_no_requests(self):

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from tests.runtime.fake_executor import VOCAB_SIZE, FakeExecutor, greedy
 from trtllm_mla.config import BuildConfig, MlaPluginConfig
 from trtllm_mla.errors import UserError
-from trtllm_mla.runtime.scheduler import Request, RequestState, Scheduler, SchedulerConfig
+from trtllm_mla.runtime.request import Request, RequestState
+from trtllm_mla.runtime.sampling import SamplingParams
+from trtllm_mla.runtime.scheduler import Scheduler, SchedulerConfig, SchedulingPolicy
 from trtllm_mla.runtime.step import LogitRows, build_step
 
 CONFIG = SchedulerConfig(
@@ -22,7 +24,9 @@ CONFIG = SchedulerConfig(
     max_context_kv_tokens=128,
     enable_matrix_absorption=True,
     prefill_absorption_threshold=8,
+    enable_block_reuse=False,
 )
+REUSE = replace(CONFIG, enable_block_reuse=True)
 
 
 def request(prompt_len, max_new_tokens=4, **values):
@@ -38,7 +42,7 @@ def run_step(scheduler, executor):
         num_pages=executor.num_pages,
         context_passes=scheduler._config.context_passes,
     )
-    scheduler.complete(plan, executor.run(step))
+    scheduler.complete(plan, plan.choose_tokens(executor.run(step)))
     return plan
 
 
@@ -46,15 +50,26 @@ def sizes(items):
     return [(item.chunk.start, len(item.chunk.token_ids)) for item in items]
 
 
+NO_EVICT, MAX_UTILIZATION = SchedulingPolicy
+
+
+def run_to_the_end(scheduler, executor):
+    while scheduler.has_work:
+        run_step(scheduler, executor)
+
+
 class TestAnyLoad:
+    """Random limits, arrivals, common beginnings, cancellations and pools that are too small for all."""
+
     @staticmethod
     @st.composite
     def loads(draw):
         max_batch_size = draw(st.integers(1, 5))
+        page_size = draw(st.sampled_from([4, 7, 16]))
         config = SchedulerConfig(
             vocab_size=VOCAB_SIZE,
-            num_pages=draw(st.integers(8, 20)),
-            page_size=draw(st.sampled_from([4, 7, 16])),
+            num_pages=draw(st.integers(-(-32 // page_size), 20)),
+            page_size=page_size,
             max_batch_size=max_batch_size,
             max_num_tokens=draw(st.integers(max_batch_size, 40)),
             max_input_len=24,
@@ -64,78 +79,293 @@ class TestAnyLoad:
             prefill_absorption_threshold=draw(st.integers(0, 20)),
             max_chunk_tokens=draw(st.none() | st.integers(1, 12)),
             max_context_passes=draw(st.integers(1, 4)),
+            policy=draw(st.sampled_from(SchedulingPolicy)),
+            enable_block_reuse=draw(st.booleans()),
         )
         # Without a generation group, the passes must have room for any request of 32 tokens but its last one.
         least = 1 if config.enable_matrix_absorption else -(-31 // config.max_context_passes)
         config = replace(config, max_context_kv_tokens=draw(st.integers(least, 60)))
-        requests = [
-            Request(
-                draw(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=24)),
-                draw(st.integers(1, 8)),
-                stop_token_ids=frozenset(draw(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=6))),
+        token = st.integers(0, VOCAB_SIZE - 1)
+        common = draw(st.lists(token, max_size=20))
+        requests = []
+        for _ in range(draw(st.integers(1, 9))):
+            prompt = [*common[: draw(st.integers(0, len(common)))], *draw(st.lists(token, max_size=24))][:24]
+            requests.append(
+                Request(
+                    prompt or [draw(token)],
+                    draw(st.integers(1, 8)),
+                    SamplingParams(draw(st.sampled_from([0.0, 1.5])), seed=draw(st.integers(0, 9))),
+                    stop_token_ids=frozenset(draw(st.lists(token, max_size=6))),
+                )
             )
-            for _ in range(draw(st.integers(1, 7)))
-        ]
         arrivals = sorted(draw(st.lists(st.integers(0, 12), min_size=len(requests), max_size=len(requests))))
-        return config, list(zip(arrivals, requests, strict=True))
+        cancelled_at = draw(st.lists(st.none() | st.integers(0, 20), min_size=len(requests), max_size=len(requests)))
+        return config, list(zip(arrivals, requests, cancelled_at, strict=True))
 
+    @pytest.mark.slow  # thousands of schedules, each compared with serving its requests alone
     @given(loads())
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=2000, deadline=None)
     def test_limits_hold_everyone_finishes_rightly_and_the_pool_is_whole_at_the_end(self, load):
         config, arrivals = load
         scheduler, executor = Scheduler(config), FakeExecutor(config.num_pages, config.page_size)
-        served = []
-        started = []
-        for number in range(1000):
+        served, cancellations, started = [], [], []
+        for number in range(2000):
             while arrivals and (arrivals[0][0] <= number or not scheduler.has_work):
-                served.append(scheduler.submit(arrivals.pop(0)[1]))
+                _, request, cancelled_at = arrivals.pop(0)
+                served.append(scheduler.submit(request))
+                cancellations.append(cancelled_at)
+            for item, moment in zip(served, cancellations, strict=True):
+                if moment == number:
+                    scheduler.cancel(item)
             if not scheduler.has_work:
+                if arrivals:
+                    continue
                 break
+            unfinished = [item for item in served if item.finish_reason is None]
             plan = run_step(scheduler, executor)
             self.check_plan(plan, config)
             self.check_pages(served, scheduler, config)
+            self.check_oldest(unfinished, plan, config)
             started += [item for item in served if item.num_cached and item not in started]
         assert not scheduler.has_work
         assert not arrivals
-        assert started == served, "first come, first served"
+        assert [item for item in served if item in started] == started, "first come, first served"
         assert scheduler.num_free_pages == config.num_pages
         for item in served:
-            asked = item.request
-            assert item.state is RequestState.FINISHED
-            assert item.output_ids == greedy(asked.prompt_ids, asked.max_new_tokens, asked.stop_token_ids)
+            self.check_outcome(item)
+        preemptions = scheduler.statistics.num_preemptions
+        assert preemptions == sum(item.num_preemptions for item in served)
+        if config.policy is NO_EVICT:
+            assert preemptions == 0
+        if not config.enable_block_reuse:
+            assert scheduler.statistics.num_reused_tokens == 0
+
+    @staticmethod
+    def check_outcome(item):
+        asked = item.request
+        assert item.state is RequestState.FINISHED
+        alone = Scheduler(replace(CONFIG, max_chunk_tokens=None))
+        other = alone.submit(asked)
+        run_to_the_end(alone, FakeExecutor(CONFIG.num_pages, CONFIG.page_size))
+        if asked.sampling.temperature == 0:
+            assert other.output_ids == greedy(asked.prompt_ids, asked.max_new_tokens, asked.stop_token_ids)
+        if item.finish_reason == "cancelled":
+            assert item.output_ids == other.output_ids[: len(item.output_ids)]
+        else:
+            assert (item.output_ids, item.finish_reason) == (other.output_ids, other.finish_reason)
             assert (item.finish_reason == "stop") == (item.output_ids[-1] in asked.stop_token_ids)
 
     @staticmethod
     def check_plan(plan, config):
-        chunks = [*plan.context, *plan.generation]
-        assert 1 <= len(chunks) <= config.max_batch_size
-        assert len({id(item.owner) for item in chunks}) == len(chunks)
-        assert sum(len(item.chunk.token_ids) for item in chunks) <= config.max_num_tokens
+        assert 1 <= len(plan.chunks) <= config.max_batch_size
+        assert len({id(item.owner) for item in plan.chunks}) == len(plan.chunks)
+        assert sum(len(item.chunk.token_ids) for item in plan.chunks) <= config.max_num_tokens
         passes = config.max_context_passes
         assert sum(item.chunk.length for item in plan.context) <= config.max_context_kv_tokens * passes
         assert sum(len(item.chunk.token_ids) for item in plan.context) <= config.max_context_kv_tokens
-        for item in chunks:
+        for item in plan.chunks:
             count = len(item.chunk.token_ids)
-            decode = item.chunk.start >= item.owner.prompt_len
-            assert count == 1 if decode else count <= (config.max_chunk_tokens or count)
+            last_known = item.chunk.logits is LogitRows.LAST
+            # One uncached token behind the prompt is a decode; more of them are computed again.
+            decode = item.chunk.start >= item.owner.prompt_len and count == 1 and last_known
+            assert decode or count <= (config.max_chunk_tokens or count)
             absorbed = config.enable_matrix_absorption and (
                 decode
                 or count < config.prefill_absorption_threshold
                 or item.chunk.length > config.max_context_kv_tokens * passes
             )
             assert (item in plan.generation) == absorbed
-            last_known = item.chunk.length >= item.owner.prompt_len
-            assert item.chunk.logits == (LogitRows.LAST if last_known else LogitRows.NONE)
 
     @staticmethod
     def check_pages(served, scheduler, config):
-        pages = [page for item in served for page in item.pages.tolist()]
-        assert len(set(pages)) == len(pages)
-        assert len(pages) + scheduler.num_free_pages == config.num_pages
+        """No page is written by two requests, and each has what its cached tokens need and no more."""
+        own, shared = [], set()
         for item in served:
-            active = item.state in (RequestState.CONTEXT, RequestState.GENERATION)
-            length = len(item.request.prompt_ids) + item.request.max_new_tokens
-            assert len(item.pages) == (-(-length // config.page_size) if active else 0)
+            if item.state in (RequestState.WAITING, RequestState.FINISHED):
+                assert not len(item.pages)
+                continue
+            assert len(item.pages) == -(-item.num_cached // config.page_size) > 0
+            full = item.num_cached // config.page_size
+            shared |= set(item.pages[:full].tolist())
+            own += item.pages[full:].tolist()
+        assert len(set(own)) == len(own)
+        assert not shared & set(own), "a page that others read is never written"
+        assert len(own) + len(shared) + scheduler.num_free_pages == config.num_pages
+
+    @staticmethod
+    def check_oldest(unfinished, plan, config):
+        """Nobody starves: the oldest request is in every step.
+
+        Without a generation group it may wait for the keys of younger requests' decodes; nobody is admitted meanwhile.
+        """
+        if config.enable_matrix_absorption:
+            assert unfinished[0] in [item.owner for item in plan.chunks]
+
+
+class TestPreemption:
+    CONFIG = replace(CONFIG, num_pages=3, max_seq_len=48, policy=MAX_UTILIZATION)
+
+    def test_the_youngest_loses_its_pages_and_is_computed_again(self):
+        scheduler, executor = Scheduler(self.CONFIG), FakeExecutor(3, CONFIG.page_size)
+        old, young = scheduler.submit(Request([1] * 14, 25)), scheduler.submit(Request([2] * 10, 20))
+        while not young.num_preemptions:
+            run_step(scheduler, executor)
+        assert young.state is RequestState.WAITING
+        assert (old.num_pages, young.num_pages, scheduler.num_free_pages) == (2, 0, 1)
+        assert young.output_ids == greedy([2] * 10, len(young.output_ids)), "what it has stays"
+        run_to_the_end(scheduler, executor)
+        assert (old.output_ids, old.num_preemptions) == (greedy([1] * 14, 25), 0)
+        assert young.output_ids == greedy([2] * 10, 20)
+        assert scheduler.statistics.num_preemptions == young.num_preemptions
+
+    def test_a_preempted_request_goes_before_those_that_wait(self):
+        scheduler, executor = Scheduler(self.CONFIG), FakeExecutor(3, CONFIG.page_size)
+        items = [scheduler.submit(Request([index] * 14, 12)) for index in range(3)]
+        ends = []
+        while scheduler.has_work:
+            run_step(scheduler, executor)
+            ends += [item for item in items if item.finish_reason and item not in ends]
+        assert sum(item.num_preemptions for item in items) > 0
+        assert ends == items
+
+    def test_its_full_pages_are_found_again_where_others_did_not_take_them(self):
+        config = replace(self.CONFIG, num_pages=4, page_size=8, max_seq_len=32, enable_block_reuse=True)
+        scheduler, executor = Scheduler(config), FakeExecutor(4, 8)
+        old, young = scheduler.submit(Request([1] * 7, 12)), scheduler.submit(Request([2] * 15, 9))
+        plans = []
+        while scheduler.has_work:
+            plans.append(run_step(scheduler, executor))
+        assert young.num_preemptions == 1, "it cannot have a third page while the old one has two"
+        starts = [item.chunk.start for plan in plans for item in plan.chunks if item.owner is young]
+        assert starts[:4] == [0, 15, 8, 17], "the first of its two full pages is left when the old request has three"
+        assert old.output_ids == greedy([1] * 7, 12)
+        assert young.output_ids == greedy([2] * 15, 9)
+        assert young.num_reused_tokens == 0, "its own rows are no prefix hit"
+
+    def test_without_eviction_the_same_load_waits_instead(self):
+        config = replace(self.CONFIG, policy=NO_EVICT)
+        scheduler, executor = Scheduler(config), FakeExecutor(3, CONFIG.page_size)
+        old, young = scheduler.submit(Request([1] * 14, 25)), scheduler.submit(Request([2] * 10, 20))
+        run_step(scheduler, executor)
+        assert (old.num_pages, young.state) == (1, RequestState.WAITING)
+        run_to_the_end(scheduler, executor)
+        assert young.num_preemptions == 0
+
+    def test_pages_are_taken_when_tokens_need_them(self):
+        scheduler, executor = Scheduler(CONFIG), FakeExecutor(CONFIG.num_pages, CONFIG.page_size)
+        item = scheduler.submit(request(14, 40))
+        held = []
+        while scheduler.has_work:
+            run_step(scheduler, executor)
+            held.append(item.num_pages)
+        assert held[:5] == [1, 1, 1, 2, 2]
+        assert held[-2:] == [4, 0]
+
+
+class TestReuse:
+    PROMPT = tuple(range(50))
+
+    def serve(self, scheduler, executor, prompt, max_new_tokens=4):
+        item = scheduler.submit(Request(prompt, max_new_tokens))
+        run_to_the_end(scheduler, executor)
+        assert item.output_ids == greedy(prompt, max_new_tokens)
+        return item
+
+    def test_a_common_beginning_is_read_not_computed(self):
+        scheduler, executor = Scheduler(REUSE), FakeExecutor(CONFIG.num_pages, CONFIG.page_size)
+        self.serve(scheduler, executor, self.PROMPT)
+        executor.steps.clear()
+        item = self.serve(scheduler, executor, [*self.PROMPT[:40], 7, 7])
+        assert item.num_reused_tokens == 32, "two full pages of 16"
+        assert len(executor.steps[0].input_ids) == 10
+        assert scheduler.statistics.num_reused_tokens == 32
+        assert scheduler.statistics.num_prompt_tokens == 92
+
+    def test_the_last_token_is_always_computed(self):
+        scheduler, executor = Scheduler(REUSE), FakeExecutor(CONFIG.num_pages, CONFIG.page_size)
+        self.serve(scheduler, executor, self.PROMPT[:32])
+        assert self.serve(scheduler, executor, self.PROMPT[:32]).num_reused_tokens == 16
+
+    def test_an_output_is_reused_by_a_longer_prompt(self):
+        scheduler, executor = Scheduler(REUSE), FakeExecutor(CONFIG.num_pages, CONFIG.page_size)
+        first = self.serve(scheduler, executor, self.PROMPT[:20], 30)
+        longer = [*self.PROMPT[:20], *first.output_ids, 3]
+        assert self.serve(scheduler, executor, longer).num_reused_tokens == 48
+
+    def test_requests_that_run_share_pages(self):
+        scheduler, executor = Scheduler(REUSE), FakeExecutor(CONFIG.num_pages, CONFIG.page_size)
+        first = scheduler.submit(Request(self.PROMPT, 20))
+        run_step(scheduler, executor)
+        second = scheduler.submit(Request(self.PROMPT, 20))
+        run_step(scheduler, executor)
+        assert second.pages[:3].tolist() == first.pages[:3].tolist()
+        assert second.pages[3] != first.pages[3]
+        assert scheduler.num_free_pages == CONFIG.num_pages - 5
+        run_to_the_end(scheduler, executor)
+        assert first.output_ids == second.output_ids == greedy(self.PROMPT, 20)
+        assert scheduler.num_free_pages == CONFIG.num_pages
+
+    def test_a_beginning_that_differs_early_shares_nothing(self):
+        scheduler, executor = Scheduler(REUSE), FakeExecutor(CONFIG.num_pages, CONFIG.page_size)
+        self.serve(scheduler, executor, self.PROMPT)
+        assert self.serve(scheduler, executor, [9, *self.PROMPT[1:]]).num_reused_tokens == 0
+
+    def test_pages_that_others_took_are_computed_again(self):
+        config = replace(REUSE, num_pages=4)
+        scheduler, executor = Scheduler(config), FakeExecutor(4, CONFIG.page_size)
+        self.serve(scheduler, executor, self.PROMPT)
+        self.serve(scheduler, executor, [5] * 40, 20)
+        assert self.serve(scheduler, executor, self.PROMPT).num_reused_tokens == 0
+
+    def test_it_can_be_switched_off(self):
+        scheduler = Scheduler(CONFIG)
+        executor = FakeExecutor(CONFIG.num_pages, CONFIG.page_size)
+        self.serve(scheduler, executor, self.PROMPT)
+        assert self.serve(scheduler, executor, self.PROMPT).num_reused_tokens == 0
+
+
+class TestCancellation:
+    def test_a_waiting_and_a_running_request(self):
+        config = replace(CONFIG, num_pages=2)
+        scheduler, executor = Scheduler(config), FakeExecutor(2, CONFIG.page_size)
+        running, waiting = scheduler.submit(request(20, 6)), scheduler.submit(request(20, 6))
+        run_step(scheduler, executor)
+        scheduler.cancel(waiting)
+        scheduler.cancel(running)
+        assert (running.finish_reason, len(running.output_ids)) == ("cancelled", 1)
+        assert (waiting.finish_reason, waiting.output_ids) == ("cancelled", [])
+        assert not scheduler.has_work
+        assert scheduler.num_free_pages == 2
+
+    def test_from_a_callback_of_the_same_step(self):
+        scheduler, executor = Scheduler(CONFIG), FakeExecutor(CONFIG.num_pages, CONFIG.page_size)
+        items = []
+        for index in range(3):
+            items.append(scheduler.submit(request(5 + index, 9, on_token=lambda _: scheduler.cancel(items[1]))))
+        run_to_the_end(scheduler, executor)
+        assert [item.finish_reason for item in items] == ["length", "cancelled", "length"]
+        assert items[1].output_ids == []
+        assert items[2].output_ids == greedy(range(7), 9)
+        assert scheduler.num_free_pages == CONFIG.num_pages
+
+    def test_cancelling_twice_or_after_the_end_changes_nothing(self):
+        scheduler, executor = Scheduler(CONFIG), FakeExecutor(CONFIG.num_pages, CONFIG.page_size)
+        item = scheduler.submit(request(5, 2))
+        run_to_the_end(scheduler, executor)
+        scheduler.cancel(item)
+        assert item.finish_reason == "length"
+
+
+def test_statistics_count_where_tokens_ran():
+    scheduler, executor = Scheduler(CONFIG), FakeExecutor(CONFIG.num_pages, CONFIG.page_size)
+    scheduler.submit(request(30, 4))
+    scheduler.submit(request(5, 1))
+    run_to_the_end(scheduler, executor)
+    found = scheduler.statistics
+    assert (found.num_context_chunks, found.num_context_tokens) == (1, 30)
+    assert (found.num_absorbed_chunks, found.num_absorbed_tokens) == (1, 5)
+    assert found.num_decodes == 3
+    assert found.peak_pages_in_use == 3
 
 
 class TestRouting:
@@ -249,7 +479,7 @@ class TestRouting:
 
 
 class TestAdmission:
-    def test_a_request_waits_until_pages_for_all_its_tokens_are_free(self):
+    def test_without_eviction_a_request_waits_until_pages_for_all_its_tokens_are_free(self):
         config = replace(CONFIG, num_pages=3)
         scheduler, executor = Scheduler(config), FakeExecutor(3, CONFIG.page_size)
         first = scheduler.submit(request(16, 2))

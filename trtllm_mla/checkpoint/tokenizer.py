@@ -63,6 +63,45 @@ class TextCodec:
         return text
 
 
+class TextStream:
+    """Turns tokens into text as they come.
+
+    A token may end in the middle of a character, and its text may depend on the tokens before it. So the newest tokens
+    are decoded together, and what is new is handed out as soon as it ends with a whole character.
+
+    Args:
+        codec: Whose tokens they are.
+    """
+
+    # Decoded again with each token; more than any character or any merging of neighbours spans.
+    _WINDOW = 32
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+        self._recent: list[int] = []
+        self._shown = ""
+
+    def push(self, token: int) -> str:
+        """Takes the next token.
+
+        Returns:
+            The text that is new, which may be empty.
+        """
+        self._recent.append(token)
+        text = self._codec.decode(self._recent)
+        if text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        new, self._shown = text[len(self._shown) :], text
+        if len(self._recent) > 2 * self._WINDOW:
+            self._recent = self._recent[-self._WINDOW :]
+            self._shown = self._codec.decode(self._recent)
+        return new
+
+    def end(self) -> str:
+        """The rest: what an unfinished character decodes to."""
+        return self._codec.decode(self._recent)[len(self._shown) :]
+
+
 def read_text(path: Path, checkpoint: Path) -> list[int]:
     """Token ids of a text file, with the tokenizer of a checkpoint.
 

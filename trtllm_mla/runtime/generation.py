@@ -11,7 +11,8 @@ import numpy as np
 from trtllm_mla.errors import UserError
 from trtllm_mla.runtime.executors.base import Executor, Float32Array
 from trtllm_mla.runtime.pages import pages_for
-from trtllm_mla.runtime.scheduler import ActiveRequest, FinishReason, Request, Scheduler, SchedulerConfig
+from trtllm_mla.runtime.request import ActiveRequest, FinishReason, Request
+from trtllm_mla.runtime.scheduler import Scheduler, SchedulerConfig, SchedulerStatistics
 from trtllm_mla.runtime.step import ONE_PASS, Chunk, ContextPasses, Int32Array, LogitRows, build_step
 
 # Tokens of a window that a long text is cut into.
@@ -24,16 +25,20 @@ class GenerationResult:
 
     Attributes:
         output_ids: The new tokens, with the stop token where one ended it.
-        finish_reason: ``length`` or ``stop``.
+        finish_reason: ``length``, ``stop`` or ``cancelled``.
         token_times: Seconds from the call of ``generate`` to each new token.
         pages: int32 page table: the pages that held its rows. They are free again, so the rows stay only until another
             request takes them. The last new token has none.
+        num_preemptions: How often it lost its pages.
+        num_reused_tokens: Prompt tokens whose rows were in the cache already.
     """
 
     output_ids: list[int]
     finish_reason: FinishReason
     token_times: tuple[float, ...]
     pages: Int32Array
+    num_preemptions: int = 0
+    num_reused_tokens: int = 0
 
     @property
     def time_to_first_token(self) -> float:
@@ -50,7 +55,11 @@ class StepStats:
         context_keys: Cached tokens that the context group decompressed, over all passes.
         generation_tokens: New tokens of the generation group.
         num_requests: Requests in the step.
-        host_seconds: Scheduling, packing, sampling and callbacks.
+        num_running: Requests that hold pages after it.
+        num_waiting: Requests that wait for pages or for their turn after it.
+        pages_in_use: Pages that are held after it.
+        scheduler_seconds: The scheduler's share: choosing who runs, and keeping the books.
+        host_seconds: What else happens beside the executor: packing, sampling.
         executor_seconds: The executor's share.
     """
 
@@ -58,12 +67,23 @@ class StepStats:
     context_keys: int
     generation_tokens: int
     num_requests: int
+    num_running: int
+    num_waiting: int
+    pages_in_use: int
+    scheduler_seconds: float
     host_seconds: float
     executor_seconds: float
 
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        return self.scheduler_seconds + self.host_seconds + self.executor_seconds
+
 
 class GenerationSession:
-    """Serves requests on an executor with in-flight batching.
+    """Serves requests on an executor with in-flight batching: requests join and leave between steps.
+
+    Not thread-safe; ``trtllm_mla.runtime.llm.LLM`` drives a session from many threads.
 
     Args:
         executor: What runs the steps. The session has its pool to itself.
@@ -78,6 +98,37 @@ class GenerationSession:
             )
         self._executor = executor
         self._config = config
+        self._scheduler = Scheduler(config)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is not finished."""
+        return self._scheduler.has_work
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that no request holds."""
+        return self._scheduler.num_free_pages
+
+    @property
+    def statistics(self) -> SchedulerStatistics:
+        """Counts since the session was made."""
+        return self._scheduler.statistics
+
+    def submit(self, request: Request) -> ActiveRequest:
+        """Queues a request.
+
+        Returns:
+            Its record, which ``step`` brings forward.
+
+        Raises:
+            UserError: It can never be served.
+        """
+        return self._scheduler.submit(request)
+
+    def cancel(self, active: ActiveRequest) -> None:
+        """Ends a request at once; what it has so far stays its output. Nothing happens if it has ended."""
+        self._scheduler.cancel(active)
 
     def generate(
         self, requests: Sequence[Request], *, on_step: Callable[[StepStats], None] | None = None
@@ -92,25 +143,36 @@ class GenerationSession:
             Their results, in the same order.
 
         Raises:
-            UserError: A request can never be served; then none is.
+            UserError: A request can never be served; then none is. Or a step failed; then all are cancelled.
         """
+        for request in requests:
+            self._config.check(request)
         begin = time.perf_counter()
-        scheduler = Scheduler(self._config)
-        active = [scheduler.submit(request) for request in requests]
-        pages: dict[ActiveRequest, Int32Array] = {}
-        while scheduler.has_work:
-            stats = self._step(scheduler, pages)
-            if on_step is not None:
-                on_step(stats)
-        return [_result(item, begin, pages[item]) for item in active]
+        active = [self.submit(request) for request in requests]
+        try:
+            while self.has_work:
+                stats = self.step()
+                if on_step is not None:
+                    on_step(stats)
+        finally:
+            for item in active:
+                self.cancel(item)
+        return [_result(item, begin) for item in active]
 
-    def _step(self, scheduler: Scheduler, pages: dict[ActiveRequest, Int32Array]) -> StepStats:
+    def step(self) -> StepStats:
+        """Runs one step. Call only while ``has_work``.
+
+        Raises:
+            UserError: The network computed something that is no number, or the executor cannot run the step. No
+                request has advanced.
+        """
+        scheduler = self._scheduler
         begin = time.perf_counter()
         plan = scheduler.schedule()
-        pages.update((scheduled.owner, scheduled.chunk.pages) for scheduled in (*plan.context, *plan.generation))
+        scheduled = time.perf_counter()
         step = build_step(
-            [scheduled.chunk for scheduled in plan.context],
-            [scheduled.chunk for scheduled in plan.generation],
+            [item.chunk for item in plan.context],
+            [item.chunk for item in plan.generation],
             page_size=self._config.page_size,
             num_pages=self._config.num_pages,
             context_passes=self._config.context_passes,
@@ -118,23 +180,35 @@ class GenerationSession:
         run_begin = time.perf_counter()
         logits = self._executor.run(step)
         run_end = time.perf_counter()
-        scheduler.complete(plan, logits)
-        executor_seconds = run_end - run_begin
+        tokens = plan.choose_tokens(logits)
+        chosen = time.perf_counter()
+        scheduler.complete(plan, tokens)
+        end = time.perf_counter()
         return StepStats(
             context_tokens=len(step.context_position_ids),
             context_keys=step.num_context_keys,
             generation_tokens=len(step.generation_position_ids),
-            num_requests=len(plan.context) + len(plan.generation),
-            host_seconds=time.perf_counter() - begin - executor_seconds,
-            executor_seconds=executor_seconds,
+            num_requests=len(plan.chunks),
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            pages_in_use=self._config.num_pages - scheduler.num_free_pages,
+            scheduler_seconds=scheduled - begin + end - chosen,
+            host_seconds=run_begin - scheduled + chosen - run_end,
+            executor_seconds=run_end - run_begin,
         )
 
 
-def _result(active: ActiveRequest, begin: float, pages: Int32Array) -> GenerationResult:
+def _result(active: ActiveRequest, begin: float) -> GenerationResult:
     if active.finish_reason is None:
         raise ValueError("found a request without a finish reason, expected that all have ended")
-    token_times = tuple(moment - begin for moment in active.token_times)
-    return GenerationResult(active.output_ids, active.finish_reason, token_times, pages)
+    return GenerationResult(
+        active.output_ids,
+        active.finish_reason,
+        tuple(moment - begin for moment in active.token_times),
+        active.last_pages,
+        active.num_preemptions,
+        active.num_reused_tokens,
+    )
 
 
 @dataclass(frozen=True)

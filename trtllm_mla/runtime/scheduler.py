@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import Literal
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,30 +14,34 @@ import numpy.typing as npt
 from trtllm_mla.checkpoint.rope import MAX_POSITIONS
 from trtllm_mla.config import BuildConfig, MlaPluginConfig
 from trtllm_mla.errors import UserError
-from trtllm_mla.runtime.pages import PageAllocator, pages_for
-from trtllm_mla.runtime.sampling import Sampler, SamplingParams
-from trtllm_mla.runtime.step import Chunk, ContextPasses, Int32Array, LogitRows
+from trtllm_mla.runtime.pages import PagePool, pages_for
+from trtllm_mla.runtime.request import ActiveRequest, FinishReason, Request, RequestState, token_array
+from trtllm_mla.runtime.step import Chunk, ContextPasses, LogitRows
 
-FinishReason = Literal["length", "stop"]
+__all__ = [
+    "ActiveRequest",
+    "FinishReason",
+    "Request",
+    "RequestState",
+    "ScheduledChunk",
+    "Scheduler",
+    "SchedulerConfig",
+    "SchedulerStatistics",
+    "SchedulingPolicy",
+    "StepPlan",
+]
 
 
-@dataclass(frozen=True)
-class Request:
-    """A prompt to continue.
+class SchedulingPolicy(StrEnum):
+    """When a waiting request is admitted, under TensorRT-LLM's names.
 
-    Attributes:
-        prompt_ids: The prompt's tokens.
-        max_new_tokens: Tokens after which generation ends.
-        sampling: How tokens are chosen.
-        stop_token_ids: Tokens that end generation. The one that does is part of the output.
-        on_token: Called with each new token as soon as it is known.
+    ``GUARANTEED_NO_EVICT`` admits it when there are pages for all its tokens and for all that running requests can
+    still ask for: once started, it cannot run out of them. ``MAX_UTILIZATION`` counts known tokens and one more: more
+    requests run at once, and the youngest loses its pages when they run out, to be computed again.
     """
 
-    prompt_ids: Sequence[int]
-    max_new_tokens: int
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    stop_token_ids: frozenset[int] = frozenset()
-    on_token: Callable[[int], None] | None = None
+    GUARANTEED_NO_EVICT = "guaranteed_no_evict"
+    MAX_UTILIZATION = "max_utilization"
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,8 @@ class SchedulerConfig:
         prefill_absorption_threshold: Prefill chunks of fewer new tokens join the generation group.
         max_chunk_tokens: Prompt tokens of one request in a step; None leaves it to ``max_num_tokens``.
         max_context_passes: Passes of the network's context group. All new tokens of a step fit in the first of them.
+        policy: When a waiting request is admitted.
+        enable_block_reuse: Whether requests share the full pages of a common beginning.
     """
 
     vocab_size: int
@@ -72,6 +77,8 @@ class SchedulerConfig:
     prefill_absorption_threshold: int
     max_chunk_tokens: int | None = None
     max_context_passes: int = 1
+    policy: SchedulingPolicy = SchedulingPolicy.GUARANTEED_NO_EVICT
+    enable_block_reuse: bool = True
 
     def __post_init__(self) -> None:
         if self.max_chunk_tokens is not None and self.max_chunk_tokens < 1:
@@ -90,6 +97,8 @@ class SchedulerConfig:
         vocab_size: int,
         num_pages: int,
         max_chunk_tokens: int | None = None,
+        policy: SchedulingPolicy = SchedulingPolicy.GUARANTEED_NO_EVICT,
+        enable_block_reuse: bool = True,
     ) -> SchedulerConfig:
         """Limits of a network or an engine.
 
@@ -99,6 +108,8 @@ class SchedulerConfig:
             vocab_size: The model's.
             num_pages: Pages in the executor's pool.
             max_chunk_tokens: Prompt tokens of one request in a step.
+            policy: When a waiting request is admitted.
+            enable_block_reuse: Whether requests share the full pages of a common beginning.
         """
         return cls(
             vocab_size=vocab_size,
@@ -113,6 +124,8 @@ class SchedulerConfig:
             prefill_absorption_threshold=plugin.prefill_absorption_threshold,
             max_chunk_tokens=max_chunk_tokens,
             max_context_passes=plugin.max_context_passes,
+            policy=policy,
+            enable_block_reuse=enable_block_reuse,
         )
 
     @property
@@ -130,7 +143,7 @@ class SchedulerConfig:
         Raises:
             UserError: It cannot; the message names the limit.
         """
-        prompt = _token_array(request.prompt_ids)
+        prompt = token_array(request.prompt_ids)
         self.check_lengths(len(prompt), request.max_new_tokens)
         outside = (prompt < 0) | (prompt >= self.vocab_size)
         if outside.any():
@@ -177,83 +190,6 @@ class SchedulerConfig:
             )
 
 
-class RequestState(Enum):
-    """Where a request is on its way."""
-
-    WAITING = "waiting"
-    CONTEXT = "context"
-    GENERATION = "generation"
-    FINISHED = "finished"
-
-
-class ActiveRequest:
-    """A request, its tokens so far, and its pages.
-
-    Attributes:
-        request: What was asked for.
-        pages: int32 page table; empty while waiting and when finished.
-        num_cached: Tokens in the cache.
-        num_tokens: Tokens known: the prompt and the output.
-        token_times: ``time.perf_counter()`` at each new token.
-        finish_reason: Why generation ended, or None while it has not.
-    """
-
-    def __init__(self, request: Request) -> None:
-        prompt = _token_array(request.prompt_ids)
-        self.request = request
-        self.pages: Int32Array = np.zeros(0, dtype=np.int32)
-        self.num_cached = 0
-        self.num_tokens = len(prompt)
-        self.token_times: list[float] = []
-        self.finish_reason: FinishReason | None = None
-        self._tokens = np.concatenate([prompt, np.zeros(request.max_new_tokens)]).astype(np.int32)
-        self._sampler = Sampler(request.sampling)
-
-    @property
-    def state(self) -> RequestState:
-        """Where the request is on its way."""
-        if self.finish_reason is not None:
-            return RequestState.FINISHED
-        if not len(self.pages):
-            return RequestState.WAITING
-        return RequestState.CONTEXT if self.num_tokens == self.prompt_len else RequestState.GENERATION
-
-    @property
-    def prompt_len(self) -> int:
-        """Tokens of the prompt."""
-        return len(self._tokens) - self.request.max_new_tokens
-
-    @property
-    def num_uncached(self) -> int:
-        """Known tokens that are not in the cache: what is left of the prompt, or one new token."""
-        return self.num_tokens - self.num_cached
-
-    @property
-    def output_ids(self) -> list[int]:
-        """The new tokens."""
-        output: list[int] = self._tokens[self.prompt_len : self.num_tokens].tolist()
-        return output
-
-    def chunk(self, num_tokens: int) -> Chunk:
-        """The next ``num_tokens`` uncached tokens; logits are wanted of the last one known."""
-        end = self.num_cached + num_tokens
-        rows = LogitRows.LAST if end == self.num_tokens else LogitRows.NONE
-        return Chunk(self._tokens[self.num_cached : end], self.num_cached, self.pages, rows)
-
-    def append(self, logits_V: npt.NDArray[np.float32]) -> None:
-        """Chooses the next token, appends it, and sees whether it is the last one."""
-        token = self._sampler(logits_V)
-        self._tokens[self.num_tokens] = token
-        self.num_tokens += 1
-        self.token_times.append(time.perf_counter())
-        if token in self.request.stop_token_ids:
-            self.finish_reason = "stop"
-        elif self.num_tokens == len(self._tokens):
-            self.finish_reason = "length"
-        if self.request.on_token is not None:
-            self.request.on_token(token)
-
-
 @dataclass(frozen=True)
 class ScheduledChunk:
     """A chunk of a step and the request it belongs to.
@@ -279,13 +215,58 @@ class StepPlan:
     context: tuple[ScheduledChunk, ...]
     generation: tuple[ScheduledChunk, ...]
 
+    @property
+    def chunks(self) -> tuple[ScheduledChunk, ...]:
+        """All chunks, in the step's order."""
+        return self.context + self.generation
+
+    def choose_tokens(self, logits: npt.NDArray[np.float32]) -> list[int]:
+        """Chooses the next token of every request whose logits were computed.
+
+        Args:
+            logits: float32 [logit_rows, vocab_size], as the executor returned them.
+
+        Returns:
+            A token for each row.
+        """
+        owners = [item.owner for item in self.chunks if item.chunk.logits is LogitRows.LAST]
+        return [owner.choose_token(row) for owner, row in zip(owners, logits, strict=True)]
+
+
+@dataclass(frozen=True)
+class SchedulerStatistics:
+    """Counts since the scheduler was made.
+
+    Attributes:
+        num_preemptions: Times a request lost its pages.
+        num_prompt_tokens: Prompt tokens of the requests that were admitted.
+        num_reused_tokens: Of them, those whose rows were in the cache already.
+        num_context_chunks: Prefill chunks in the context group.
+        num_context_tokens: Their tokens.
+        num_absorbed_chunks: Prefill chunks in the generation group.
+        num_absorbed_tokens: Their tokens.
+        num_decodes: Tokens of decode steps.
+        peak_pages_in_use: Most pages that were held at once.
+    """
+
+    num_preemptions: int = 0
+    num_prompt_tokens: int = 0
+    num_reused_tokens: int = 0
+    num_context_chunks: int = 0
+    num_context_tokens: int = 0
+    num_absorbed_chunks: int = 0
+    num_absorbed_tokens: int = 0
+    num_decodes: int = 0
+    peak_pages_in_use: int = 0
+
 
 class Scheduler:
     """Forms steps out of requests, first come, first served.
 
-    A request is admitted when the pages for its prompt and all its new tokens are free, and keeps them until it ends
-    (TensorRT-LLM's ``GUARANTEED_NO_EVICT``): once started, it cannot run out of pages. Requests in generation go into
-    every step; prompts share what is left of ``max_num_tokens``, oldest first, and none overtakes one that waits.
+    Requests in generation go into every step; prompts share what is left of ``max_num_tokens``, oldest first, and none
+    overtakes one that waits. Pages are taken when tokens need them and given back when a request ends. When there are
+    none for an older request, the youngest loses its own and waits at the head of the queue, to be computed again: its
+    output stays, and so do its full pages until others need them.
 
     Args:
         config: The limits.
@@ -293,9 +274,11 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
-        self._allocator = PageAllocator(config.num_pages)
+        self._pool = PagePool(config.num_pages)
         self._waiting: deque[ActiveRequest] = deque()
-        self._running: list[ActiveRequest] = []
+        self._running: list[ActiveRequest] = []  # oldest first
+        self._counts: Counter[str] = Counter()
+        self._peak_pages = 0
 
     @property
     def has_work(self) -> bool:
@@ -303,9 +286,24 @@ class Scheduler:
         return bool(self._waiting or self._running)
 
     @property
+    def num_waiting(self) -> int:
+        """Requests that wait for pages or for their turn."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold pages."""
+        return len(self._running)
+
+    @property
     def num_free_pages(self) -> int:
         """Pages that no request holds."""
-        return self._allocator.num_free
+        return self._pool.num_free
+
+    @property
+    def statistics(self) -> SchedulerStatistics:
+        """Counts since the scheduler was made."""
+        return SchedulerStatistics(**self._counts, peak_pages_in_use=self._peak_pages)
 
     def submit(self, request: Request) -> ActiveRequest:
         """Queues a request.
@@ -317,53 +315,176 @@ class Scheduler:
             UserError: It can never be served.
         """
         self._config.check(request)
-        active = ActiveRequest(request)
+        active = ActiveRequest(request, self._config.page_size)
         self._waiting.append(active)
         return active
+
+    def cancel(self, active: ActiveRequest) -> None:
+        """Ends a request at once; what it has so far stays its output. Nothing happens if it has ended.
+
+        It may be in a step that runs: the step's outcome is then not used.
+        """
+        if active.finish_reason is not None:
+            return
+        active.finish_reason = "cancelled"
+        if active.is_running:
+            self._running.remove(active)
+            self._release(active)
+        else:
+            self._waiting.remove(active)
 
     def schedule(self) -> StepPlan:
         """Forms the next step and admits the requests that start in it. Call only while ``has_work``."""
         step = _StepBuilder(self._config)
-        for active in self._running:
-            if active.state is RequestState.GENERATION:
-                step.add_decode(active)
-        if all(step.add_prefill(active) for active in self._running if active.state is RequestState.CONTEXT):
+        running = tuple(self._running)
+        decoding = [active for active in running if active.is_decoding]
+        for active in decoding:
+            self._advance(step, active)
+        others = [active for active in running if not active.is_decoding]
+        if all(self._advance(step, active) for active in others) and len(self._running) == len(running):
             self._admit(step)
         plan = step.plan()
         if not plan.context and not plan.generation:
             raise ValueError("found no request to schedule, expected one: the oldest fits in every step")
+        self._count(plan)
         return plan
 
-    def complete(self, plan: StepPlan, logits: npt.NDArray[np.float32]) -> None:
-        """Takes the outcome of a step: tokens are chosen, and finished requests give their pages back.
+    def complete(self, plan: StepPlan, tokens: Sequence[int]) -> None:
+        """Takes the outcome of a step: tokens are appended, and finished requests give their pages back.
 
         Args:
             plan: The step, as ``schedule`` returned it.
-            logits: float32 [logit_rows, vocab_size], as the executor returned them.
+            tokens: What ``StepPlan.choose_tokens`` returned.
         """
-        rows = iter(logits)
-        for scheduled in (*plan.context, *plan.generation):
-            scheduled.owner.num_cached += len(scheduled.chunk.token_ids)
-            if scheduled.chunk.logits is LogitRows.LAST:
-                scheduled.owner.append(next(rows))
-        for active in self._running:
-            if active.state is RequestState.FINISHED:
-                self._allocator.free(active.pages)
-                active.pages = active.pages[:0]
-        self._running = [active for active in self._running if active.state is not RequestState.FINISHED]
+        chosen = iter(tokens)
+        for scheduled in plan.chunks:
+            owner, chunk = scheduled.owner, scheduled.chunk
+            token = next(chosen) if chunk.logits is LogitRows.LAST else None
+            if not owner.is_running:  # cancelled while the step ran
+                continue
+            owner.num_cached += len(chunk.token_ids)
+            if self._config.enable_block_reuse:
+                self._publish(owner, chunk)
+            if token is not None:
+                owner.append(token)
+                if owner.finish_reason is not None:
+                    self._running.remove(owner)
+                    self._release(owner)
+                if owner.request.on_token is not None:
+                    owner.request.on_token(token)
+
+    def _advance(self, step: _StepBuilder, active: ActiveRequest) -> bool:
+        """Adds the next tokens of a running request to the step.
+
+        Returns:
+            Whether any were added. There may be no room, or the request may have lost its pages to an older one.
+        """
+        if not active.is_running:
+            return False
+        part = step.fit(active)
+        if part is None or not self._grow(step, active, part.num_tokens):
+            return False
+        step.add(active, part)
+        return True
+
+    def _grow(self, step: _StepBuilder, active: ActiveRequest, num_tokens: int) -> bool:
+        """Takes the pages that the next ``num_tokens`` need, if need be from the youngest requests.
+
+        Returns:
+            Whether the request has them. It has not where it was the youngest itself.
+        """
+        missing = pages_for(active.num_cached + num_tokens, self._config.page_size) - active.num_pages
+        while missing > self._pool.num_free:
+            victim = self._running.pop()
+            step.remove(victim)
+            self._release(victim)
+            victim.num_preemptions += 1
+            self._counts["num_preemptions"] += 1
+            self._waiting.appendleft(victim)
+            if victim is active:
+                return False
+        if missing > 0:
+            active.add_pages(self._pool.allocate(missing))
+        return True
 
     def _admit(self, step: _StepBuilder) -> None:
         while self._waiting and len(self._running) < self._config.max_batch_size:
             active = self._waiting[0]
-            needed = pages_for(active.prompt_len + active.request.max_new_tokens, self._config.page_size)
-            if needed > self._allocator.num_free:
+            available = self._pool.num_free - self._num_reserved()
+            if available < 1:  # the last token's page is never shared
                 return
-            active.pages = self._allocator.allocate(needed)
-            if not step.add_prefill(active):
-                self._allocator.free(active.pages)
-                active.pages = active.pages[:0]
+            shared = self._find_shared(active)
+            if self._pages_to_reserve(active) - len(shared) > available - self._pool.num_free_among(shared):
+                return
+            self._pool.share(shared)
+            active.add_pages(shared)
+            active.num_cached = len(shared) * self._config.page_size
+            active.is_running = True
+            part = step.fit(active)
+            if part is None:
+                self._release(active)
                 return
             self._running.append(self._waiting.popleft())
+            if not active.num_preemptions:
+                active.num_reused_tokens = active.num_cached
+                self._counts.update(num_prompt_tokens=active.prompt_len, num_reused_tokens=active.num_cached)
+            if not self._grow(step, active, part.num_tokens):
+                raise ValueError("found no pages for an admitted request, expected that they were counted")
+            step.add(active, part)
+
+    def _find_shared(self, active: ActiveRequest) -> list[int]:
+        """Pages that hold the request's first tokens. The last token is left out: its logits are wanted."""
+        if not self._config.enable_block_reuse:
+            return []
+        return self._pool.find(active.page_keys((active.num_tokens - 1) // self._config.page_size))
+
+    def _pages_to_reserve(self, active: ActiveRequest) -> int:
+        """Pages that a request is sure of once it is admitted."""
+        if self._config.policy is SchedulingPolicy.GUARANTEED_NO_EVICT:
+            tokens = active.max_tokens
+        else:
+            tokens = min(active.num_tokens + 1, active.max_tokens)
+        return pages_for(tokens, self._config.page_size)
+
+    def _num_reserved(self) -> int:
+        """Free pages that running requests are sure of."""
+        return sum(max(self._pages_to_reserve(active) - active.num_pages, 0) for active in self._running)
+
+    def _publish(self, owner: ActiveRequest, chunk: Chunk) -> None:
+        """Makes the pages known that a chunk has filled."""
+        size = self._config.page_size
+        first, end = chunk.start // size, owner.num_cached // size
+        if first < end:
+            for page, key in zip(owner.pages[first:end].tolist(), owner.page_keys(end)[first:], strict=True):
+                self._pool.publish(page, key)
+
+    def _release(self, active: ActiveRequest) -> None:
+        if active.finish_reason is not None:
+            active.last_pages = active.pages.copy()
+        self._pool.release(active.take_pages())
+
+    def _count(self, plan: StepPlan) -> None:
+        counts = self._counts
+        for group, chunks in (("context", plan.context), ("absorbed", plan.generation)):
+            for item in chunks:
+                if item.owner.is_decoding:
+                    counts["num_decodes"] += 1
+                else:
+                    counts[f"num_{group}_chunks"] += 1
+                    counts[f"num_{group}_tokens"] += len(item.chunk.token_ids)
+        self._peak_pages = max(self._peak_pages, self._config.num_pages - self._pool.num_free)
+
+
+class _Part(NamedTuple):
+    """Tokens of a request that a step has room for.
+
+    Attributes:
+        num_tokens: How many.
+        absorbed: Whether they go into the generation group.
+    """
+
+    num_tokens: int
+    absorbed: bool
 
 
 class _StepBuilder:
@@ -374,46 +495,47 @@ class _StepBuilder:
         self._tokens_left = config.max_num_tokens
         self._context_keys_left = config.context_passes.total_keys
         self._context_tokens_left = config.max_context_kv_tokens
-        self._context: list[ScheduledChunk] = []
-        self._generation: list[ScheduledChunk] = []
+        self._context: dict[ActiveRequest, int] = {}
+        self._generation: dict[ActiveRequest, int] = {}
 
     def plan(self) -> StepPlan:
-        return StepPlan(tuple(self._context), tuple(self._generation))
+        context, generation = (
+            tuple(ScheduledChunk(active, active.chunk(count)) for active, count in group.items())
+            for group in (self._context, self._generation)
+        )
+        return StepPlan(context, generation)
 
-    def add_decode(self, active: ActiveRequest) -> None:
-        """Adds a request's newest token, or leaves the request out where the context group has no room for it."""
-        self._add(active, 1, absorbed=self._config.enable_matrix_absorption)
-
-    def add_prefill(self, active: ActiveRequest) -> bool:
-        """Adds as much of a prompt as there is room for.
-
-        Returns:
-            Whether anything was added. If not, no later prompt may be, lest it overtake this one.
-        """
+    def fit(self, active: ActiveRequest) -> _Part | None:
+        """How many of a request's uncached tokens there is room for, and in which group; None for no room."""
         config = self._config
-        count = min(active.num_uncached, self._tokens_left, config.max_chunk_tokens or active.num_uncached)
+        count = min(active.num_uncached, self._tokens_left)
+        if active.is_decoding:
+            absorbed = config.enable_matrix_absorption
+        else:
+            count = min(count, config.max_chunk_tokens or count)
+            if config.max_context_passes > 1:
+                # New tokens beyond the first pass would send the whole chunk through the generation group.
+                count = min(count, config.max_context_kv_tokens)
+            too_long = active.num_cached + count > config.context_passes.total_keys
+            absorbed = config.absorbs_prefill(count) or too_long
         if not count:
-            return False
-        if config.max_context_passes > 1:
-            # New tokens beyond the first pass would send the whole chunk through the generation group.
-            count = min(count, config.max_context_kv_tokens)
-        too_long = active.num_cached + count > config.context_passes.total_keys
-        return self._add(active, count, absorbed=config.absorbs_prefill(count) or too_long)
+            return None
+        if not absorbed and (active.num_cached + count > self._context_keys_left or count > self._context_tokens_left):
+            return None
+        return _Part(count, absorbed)
 
-    def _add(self, active: ActiveRequest, count: int, *, absorbed: bool) -> bool:
-        chunk = active.chunk(count)
-        if not absorbed:
-            if chunk.length > self._context_keys_left or count > self._context_tokens_left:
-                return False
-            self._context_keys_left -= chunk.length
-            self._context_tokens_left -= count
-        self._tokens_left -= count
-        (self._generation if absorbed else self._context).append(ScheduledChunk(active, chunk))
-        return True
+    def add(self, active: ActiveRequest, part: _Part) -> None:
+        """Adds what ``fit`` found room for."""
+        if not part.absorbed:
+            self._context_keys_left -= active.num_cached + part.num_tokens
+            self._context_tokens_left -= part.num_tokens
+        self._tokens_left -= part.num_tokens
+        (self._generation if part.absorbed else self._context)[active] = part.num_tokens
 
-
-def _token_array(token_ids: Sequence[int]) -> npt.NDArray[np.int64]:
-    array = np.asarray(token_ids)
-    if array.size and (array.ndim != 1 or array.dtype.kind not in "iu"):
-        raise UserError("The prompt holds something that is not a token id; expected one list of whole numbers.")
-    return array.astype(np.int64)
+    def remove(self, active: ActiveRequest) -> None:
+        """Takes a request out of the step; nothing happens if it is not in it."""
+        count = self._context.pop(active, 0)
+        if count:
+            self._context_keys_left += active.num_cached + count
+            self._context_tokens_left += count
+        self._tokens_left += count or self._generation.pop(active, 0)
