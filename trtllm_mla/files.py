@@ -7,7 +7,7 @@ import os
 import tempfile
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -120,6 +120,13 @@ def write_json(path: Path, value: object) -> None:
     """Writes a value as indented JSON, atomically."""
     with atomic_file(path) as temporary:
         temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def write_json_lines(path: Path, values: Iterable[object]) -> None:
+    """Writes one value a line as JSON (JSONL), atomically."""
+    with atomic_file(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        for value in values:
+            file.write(json.dumps(value, allow_nan=False) + "\n")
 
 
 def parse_json(text: str) -> Any:

@@ -12,16 +12,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from tests.benchmark.recount import flatten, recount
 from tests.runtime.fake_executor import VOCAB_SIZE, FakeExecutor
 from tests.support.hf import make_checkpoint
-from trtllm_mla.benchmark.latency import (
-    LatencyOptions,
-    Subject,
-    bench_executor,
-    bench_latency,
-    pages_for_latency,
-)
+from trtllm_mla.benchmark.latency import LatencyOptions, bench_executor, bench_latency, pages_for_latency
 from trtllm_mla.benchmark.report import print_latency_report
+from trtllm_mla.benchmark.subject import Subject
 from trtllm_mla.cache_rows import CacheDType
 from trtllm_mla.checkpoint.architectures import read_model_spec
 from trtllm_mla.checkpoint.files import Checkpoint
@@ -125,13 +121,15 @@ def test_json_has_the_keys_of_trtllm_bench(subject):
         "request_info",
         "performance",
         "streaming_metrics",
+        "dataset",
         "trtllm_mla",
     ]
     assert values["engine"]["kv_cache_dtype"] == "fp16"
     assert values["engine"]["max_sequence_length"] == 64
+    # The three of a batch start together and end within moments of each other.
     assert values["request_info"] == {
         "num_requests": 12,
-        "avg_num_concurrent_requests": 3,
+        "avg_num_concurrent_requests": pytest.approx(3, rel=0.05),
         "avg_input_length": 19,
         "avg_output_length": 7,
     }
@@ -141,15 +139,29 @@ def test_json_has_the_keys_of_trtllm_bench(subject):
     assert performance["system_output_throughput_tok_s"] == pytest.approx(84 / seconds)
     assert performance["system_total_throughput_tok_s"] == pytest.approx(12 * 26 / seconds)
     assert performance["avg_request_latency_ms"] == report.request_ms.average
-    assert set(performance["request_latency_percentiles_ms"]) >= {"p50", "p90", "p95", "p99", "minimum", "average"}
+    assert set(performance["request_latency_percentiles_ms"]) == {
+        *("p50", "p90", "p95", "p99", "minimum", "maximum", "average")
+    }
+    recounted = recount(log_of(report))
+    assert flatten({name: values[name] for name in recounted}) == pytest.approx(flatten(recounted), rel=1e-9)
     assert values["streaming_metrics"]["avg_ttft_ms"] == report.ttft_ms.average
     ours = values["trtllm_mla"]
     assert ours["decode"]["past_kv_length"] == [19, 24]
     assert "scheduling" in ours["timer"]
     assert ours["options"]["warmup"] == 1
+    assert (ours["format"], ours["kind"]) == (1, "latency")
+    assert ours["prompt_tokens"] == 12 * 19
+    assert ours["chunks"]["decodes"] == 12 * 6
+    assert len(ours["timeline"]["seconds"]) == 4 * 7
+    assert ours["timeline"]["seconds"] == sorted(ours["timeline"]["seconds"])
+    assert max(ours["timeline"]["running"]) == 3
     # float16 rows of 96 + 32 elements in 2 layers; 26 tokens take 2 pages of 16.
     assert ours["cache_bytes_per_token"]["latent"] == 2 * 128 * 2
     assert ours["cache_bytes_used"] == 3 * 2 * 16 * 512
+
+
+def log_of(report):
+    return [json.loads(json.dumps(record.to_json())) for record in report.records]
 
 
 def test_printed_report(subject):
@@ -221,9 +233,9 @@ def test_from_directories(checkpoint, tmp_path):
     assert report.subject.model == "tiny"
     assert report.subject.spec.num_hidden_layers == 1
     assert report.subject.sha256 == hashlib.sha256((tmp_path / "network" / "network.onnx").read_bytes()).hexdigest()
-    assert "twin" in report.executor_description
+    assert "twin" in report.executor.description
     # A bfloat16 network runs as its float32 twin, whose cache is float32 too: the bytes are those in memory.
-    assert (report.dtype, report.cache_dtype) == (DType.FLOAT32, CacheDType.FP32)
+    assert (report.executor.dtype, report.executor.cache_dtype) == (DType.FLOAT32, CacheDType.FP32)
     assert report.cache.footprint.latent == 128 * 4
     assert report.config.page_size == 32
     assert lines[1:] == ["warm-up 1 of 1", *(f"iteration {index} of 4" for index in range(1, 5))]

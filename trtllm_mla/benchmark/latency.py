@@ -7,39 +7,35 @@ choice of tokens. It does not enclose loading, the making of prompts, and the wa
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from trtllm_mla._version import __version__
+from trtllm_mla.benchmark import metrics
+from trtllm_mla.benchmark.driver import Timeline
 from trtllm_mla.benchmark.machine import Machine
+from trtllm_mla.benchmark.records import RequestRecord
 from trtllm_mla.benchmark.statistics import Percentiles
-from trtllm_mla.cache_rows import CacheDType
-from trtllm_mla.checkpoint.files import Checkpoint
-from trtllm_mla.checkpoint.footprint import CacheFootprint, cache_footprint
-from trtllm_mla.checkpoint.spec import ModelSpec
+from trtllm_mla.benchmark.subject import ExecutorInfo, Subject, counts_json, open_model, report_head, report_identity
+from trtllm_mla.checkpoint.footprint import CacheFootprint
 from trtllm_mla.config import BuildConfig
-from trtllm_mla.dtypes import DType
-from trtllm_mla.engine.directory import ENGINE_NAME
 from trtllm_mla.errors import UserError
-from trtllm_mla.network.directory import ONNX_NAME, NetworkDirectory
 from trtllm_mla.runtime.executors.base import Executor
 from trtllm_mla.runtime.executors.factory import make_executor
 from trtllm_mla.runtime.generation import GenerationResult, GenerationSession, StepStats
 from trtllm_mla.runtime.pages import pages_for
-from trtllm_mla.runtime.scheduler import Request, SchedulerConfig
+from trtllm_mla.runtime.request import Request
+from trtllm_mla.runtime.scheduler import SchedulerConfig, SchedulerStatistics
 
 TIMER = (
     "wall clock of this process (perf_counter): scheduling, packing of inputs, the executor, greedy choice of tokens; "
     "not loading, prompts, warm-up"
 )
 _MS = 1e3
-_GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -67,25 +63,6 @@ class LatencyOptions:
         for name, least in limits.items():
             if getattr(self, name) < least:
                 raise UserError(f"{name}: found {getattr(self, name)}, expected at least {least}.")
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What is measured, for the report.
-
-    Attributes:
-        model: Name of the model, for example its directory's.
-        model_path: Checkpoint that the weights come from.
-        engine_dir: Network or engine directory.
-        sha256: Hash of its ``network.onnx`` or ``rank0.engine``.
-        spec: The model, with the layers that run.
-    """
-
-    model: str
-    model_path: str
-    engine_dir: str
-    sha256: str
-    spec: ModelSpec
 
 
 @dataclass(frozen=True)
@@ -133,10 +110,7 @@ class LatencyReport:
 
     Attributes:
         subject: What was measured.
-        executor: Name of the executor.
-        executor_description: What ran.
-        dtype: Type of the network that ran.
-        cache_dtype: Type of the latent cache as it lay in memory.
+        executor: What ran it.
         options: How it was measured.
         config: Limits that it ran under.
         machine: What it ran on.
@@ -146,15 +120,14 @@ class LatencyReport:
         ttft_ms: Time to first token of each request.
         tpot_ms: Time per output token of each request: (end - first token) / (output_len - 1).
         request_ms: Each request from start to end.
-        total_ms: All measured batches.
+        records: Every request. The clock stands still between batches.
+        timeline: Pages and requests after each step.
+        statistics: The scheduler's counts.
         cache: Bytes of the latent cache.
     """
 
     subject: Subject
-    executor: str
-    executor_description: str
-    dtype: DType
-    cache_dtype: CacheDType
+    executor: ExecutorInfo
     options: LatencyOptions
     config: SchedulerConfig
     machine: Machine
@@ -164,100 +137,53 @@ class LatencyReport:
     ttft_ms: Percentiles
     tpot_ms: Percentiles
     request_ms: Percentiles
-    total_ms: float
+    records: list[RequestRecord]
+    timeline: Timeline
+    statistics: SchedulerStatistics
     cache: CacheUse
+
+    @property
+    def total_ms(self) -> float:
+        """From the first request's start to the last one's end."""
+        return metrics.total_seconds(self.records) * _MS
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain values. Blocks and keys are trtllm-bench's where it has them; ours are in one more."""
-        options, config, spec = self.options, self.config, self.subject.spec
-        seconds = self.total_ms / _MS
-        num_requests = options.batch_size * options.iterations
-        output_tokens = num_requests * options.output_len
         return {
-            "engine": {
-                "model": self.subject.model,
-                "model_path": self.subject.model_path,
-                "engine_dir": self.subject.engine_dir,
-                "version": __version__,
-                "backend": self.executor,
-                "dtype": str(self.dtype),
-                "kv_cache_dtype": str(self.cache_dtype),
-                "quantization": None,
-                "max_input_length": config.max_input_len,
-                "max_sequence_length": config.max_seq_len,
-            },
-            "machine": {
-                "name": self.machine.name,
-                "memory.total": self.machine.memory_bytes / _GIB,
-                "clocks.mem": None,
-            },
-            "world_info": {
-                "tp_size": 1,
-                "pp_size": 1,
-                "ep_size": 1,
-                "world_size": 1,
-                "max_batch_size": config.max_batch_size,
-                "max_num_tokens": config.max_num_tokens,
-                "scheduling_policy": "GUARANTEED_NO_EVICT",
-                "kv_cache_percentage": None,
-                "issue_rate": None,
-            },
-            "request_info": {
-                "num_requests": num_requests,
-                "avg_num_concurrent_requests": options.batch_size,
-                "avg_input_length": options.input_len,
-                "avg_output_length": options.output_len,
-            },
-            "performance": {
-                "total_latency_ms": self.total_ms,
-                "avg_request_latency_ms": self.request_ms.average,
-                "request_throughput_req_s": num_requests / seconds,
-                "system_output_throughput_tok_s": output_tokens / seconds,
-                "system_total_throughput_tok_s": num_requests * (options.input_len + options.output_len) / seconds,
-                "output_throughput_per_user_tok_s": options.output_len / self.request_ms.average * _MS,
-                "output_throughput_per_gpu_tok_s": output_tokens / seconds,
-                "request_latency_percentiles_ms": asdict(self.request_ms),
-            },
-            "streaming_metrics": {
-                "token_output_speed_tok_s": _MS / self.tpot_ms.average,
-                "avg_ttft_ms": self.ttft_ms.average,
-                "avg_tpot_ms": self.tpot_ms.average,
-                "ttft_percentiles": asdict(self.ttft_ms),
-                "tpot_percentiles": asdict(self.tpot_ms),
-            },
+            **report_head(self.subject, self.executor, self.config, self.machine, issue_rate=None),
+            "request_info": metrics.request_info(self.records),
+            "performance": metrics.performance(self.records),
+            "streaming_metrics": metrics.streaming_metrics(self.records),
+            "dataset": metrics.dataset([(record.input_tokens, record.output_tokens) for record in self.records]),
             "trtllm_mla": {
-                "executor": self.executor_description,
-                "timer": self.timer,
-                "sha256": self.subject.sha256,
-                "num_layers": spec.num_hidden_layers,
-                "options": asdict(options),
-                "page_size": config.page_size,
-                "enable_matrix_absorption": config.enable_matrix_absorption,
-                "prefill_absorption_threshold": config.prefill_absorption_threshold,
+                **report_identity("latency", self.subject, self.executor, self.config, self.machine, self.timer),
+                "options": asdict(self.options),
                 "prefill": _phase_json(self.prefill),
                 "decode": _phase_json(self.decode),
-                "cache_bytes_per_token": asdict(self.cache.footprint),
                 "cache_bytes_used": self.cache.used_bytes,
-                "cache_bytes_pool": self.cache.pool_bytes,
-                "machine": asdict(self.machine),
+                **counts_json(self.statistics),
+                "requests": [record.to_json() for record in self.records],
+                "timeline": self.timeline.to_json(),
             },
         }
 
 
 @dataclass(frozen=True)
-class _Batch:
+class Batch:
     """One batch that was served.
 
     Attributes:
         results: Of each request.
         prefill_steps: Steps until every request had its first token.
         decode_steps: Those after.
+        step_ends: Seconds from the start to the end of each step.
         seconds: From start to end.
     """
 
     results: list[GenerationResult]
     prefill_steps: list[StepStats]
     decode_steps: list[StepStats]
+    step_ends: list[float]
     seconds: float
 
 
@@ -269,6 +195,7 @@ def bench_latency(
     *,
     build: BuildConfig | None = None,
     num_threads: int | None = None,
+    use_cuda_graph: bool = True,
     on_progress: Callable[[str], None] | None = None,
 ) -> LatencyReport:
     """Measures a network or an engine.
@@ -280,45 +207,36 @@ def bench_latency(
         options: What to measure.
         build: Limits of steps and requests; left out, the defaults of a build config.
         num_threads: Threads of an operator, where the executor computes on the CPU.
+        use_cuda_graph: Whether decode steps are captured in CUDA graphs, where the executor computes on a GPU.
         on_progress: Called with a line before each part.
 
     Raises:
         UserError: A directory is unusable, the executor cannot run here, or the batch does not fit the limits.
     """
     build = build or BuildConfig()
-    network = NetworkDirectory.load(directory).configured(build.mla_plugin)
-    opened = Checkpoint.open(checkpoint)
-    if not opened.has_weights:
-        raise UserError(f"{checkpoint}: found no weights, expected a checkpoint with safetensors to bind.")
+    network, opened = open_model(directory, checkpoint, build)
     config = SchedulerConfig.from_build_config(
         build,
         network.plugin,
         vocab_size=network.spec.vocab_size,
         num_pages=pages_for_latency(options, network.plugin.page_size),
     )
-    _check_fits(options, config)
+    check_fits(options, config)
     if on_progress is not None:
         on_progress(f"executor {executor_name}: loading")
-    executor = make_executor(executor_name, network, opened, num_pages=config.num_pages, num_threads=num_threads)
+    executor = make_executor(
+        executor_name,
+        network,
+        opened,
+        num_pages=config.num_pages,
+        num_threads=num_threads,
+        use_cuda_graph=use_cuda_graph,
+    )
     try:
-        subject = Subject(
-            model=checkpoint.resolve().name,
-            model_path=str(checkpoint),
-            engine_dir=str(directory),
-            sha256=_network_hash(directory),
-            spec=replace(network.spec, num_hidden_layers=network.num_layers),
-        )
+        subject = Subject.of(network, checkpoint)
         return bench_executor(executor, subject, config, options, on_progress=on_progress)
     finally:
         executor.close()
-
-
-def _network_hash(directory: Path) -> str:
-    """SHA-256 of the engine, or of the network where there is none."""
-    engine = directory / ENGINE_NAME
-    path = engine if engine.is_file() else directory / ONNX_NAME
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def pages_for_latency(options: LatencyOptions, page_size: int) -> int:
@@ -346,24 +264,31 @@ def bench_executor(
     Raises:
         UserError: The batch does not fit the limits.
     """
-    _check_fits(options, config)
+    check_fits(options, config)
     say = on_progress or (lambda _: None)
-    session = GenerationSession(executor, config)
     generator = np.random.default_rng(options.seed)
-    batches = []
-    for index in range(-options.warmup, options.iterations):
-        if index < 0:
-            say(f"warm-up {index + options.warmup + 1} of {options.warmup}")
-        else:
-            say(f"iteration {index + 1} of {options.iterations}")
+
+    def serve(session: GenerationSession) -> Batch:
         prompts = generator.integers(config.vocab_size, size=(options.batch_size, options.input_len)).tolist()
-        batch = _serve(session, prompts, options.output_len)
-        if index >= 0:
-            batches.append(batch)
-    return _summarise(executor, subject, config, options, batches)
+        return serve_batch(session, prompts, options.output_len)
+
+    for index in range(options.warmup):
+        say(f"warm-up {index + 1} of {options.warmup}")
+        serve(GenerationSession(executor, config))
+    session = GenerationSession(executor, config)
+    batches = []
+    for index in range(options.iterations):
+        say(f"iteration {index + 1} of {options.iterations}")
+        batches.append(serve(session))
+    return _summarise(ExecutorInfo.of(executor), subject, config, options, batches, session.statistics)
 
 
-def _check_fits(options: LatencyOptions, config: SchedulerConfig) -> None:
+def check_fits(options: LatencyOptions, config: SchedulerConfig) -> None:
+    """Checks that a batch can be served at once.
+
+    Raises:
+        UserError: It cannot; the message names the limit.
+    """
     config.check_lengths(options.input_len, options.output_len)
     # A batch that is served in turns would be measured as if its requests ran together.
     if options.batch_size > config.max_batch_size:
@@ -379,14 +304,17 @@ def _check_fits(options: LatencyOptions, config: SchedulerConfig) -> None:
         )
 
 
-def _serve(session: GenerationSession, prompts: list[list[int]], output_len: int) -> _Batch:
+def serve_batch(session: GenerationSession, prompts: list[list[int]], output_len: int) -> Batch:
+    """Serves prompts together, to ``output_len`` new tokens each; the clock starts with the call."""
     first_tokens: set[int] = set()
     prefill: list[StepStats] = []
     decode: list[StepStats] = []
+    step_ends: list[float] = []
     complete = False
 
     def on_step(stats: StepStats) -> None:
         nonlocal complete
+        step_ends.append(time.perf_counter() - begin)
         (decode if complete else prefill).append(stats)
         complete = len(first_tokens) == len(prompts)
 
@@ -396,30 +324,41 @@ def _serve(session: GenerationSession, prompts: list[list[int]], output_len: int
     requests = [request(index) for index in range(len(prompts))]
     begin = time.perf_counter()
     results = session.generate(requests, on_step=on_step)
-    return _Batch(results, prefill, decode, time.perf_counter() - begin)
+    return Batch(results, prefill, decode, step_ends, time.perf_counter() - begin)
 
 
-def _summarise(
-    executor: Executor, subject: Subject, config: SchedulerConfig, options: LatencyOptions, batches: list[_Batch]
-) -> LatencyReport:
-    results = [result for batch in batches for result in batch.results]
-    spec = subject.spec
-    footprint = cache_footprint(spec, executor.cache_dtype)
-    page_bytes = footprint.latent * config.page_size
-    # Requests that had their first token before the batch's last one decode along during the prefill.
-    decode_steps = [step for batch in batches for step in batch.decode_steps]
-    full_steps = [step for step in decode_steps if step.num_requests == options.batch_size]
-    if not full_steps:
+def full_decode_steps(batches: Sequence[Batch]) -> list[StepStats]:
+    """Decode steps that served a whole batch.
+
+    Requests that had their first token before the batch's last one decode along during the prefill, and end earlier.
+
+    Raises:
+        UserError: There is none.
+    """
+    steps = [step for batch in batches for step in batch.decode_steps if step.num_requests == len(batch.results)]
+    if not steps:
         raise UserError(
             "No decode step served the whole batch: its prompts take more steps to prefill than there are new tokens. "
             "Raise --output-len or max_num_tokens, or lower --batch-size."
         )
+    return steps
+
+
+def _summarise(
+    executor: ExecutorInfo,
+    subject: Subject,
+    config: SchedulerConfig,
+    options: LatencyOptions,
+    batches: list[Batch],
+    statistics: SchedulerStatistics,
+) -> LatencyReport:
+    results = [result for batch in batches for result in batch.results]
+    footprint = executor.footprint(subject.spec)
+    page_bytes = footprint.latent * config.page_size
+    full_steps = full_decode_steps(batches)
     return LatencyReport(
         subject,
-        executor.name,
-        executor.description,
-        executor.dtype,
-        executor.cache_dtype,
+        executor,
         options,
         config,
         Machine.here(),
@@ -432,7 +371,7 @@ def _summarise(
             (0, 0),
         ),
         decode=PhaseLatency(
-            _percentiles_ms([step.executor_seconds + step.host_seconds for step in full_steps]),
+            _percentiles_ms([step.seconds for step in full_steps]),
             _percentiles_ms([step.executor_seconds for step in full_steps]),
             options.batch_size,
             1.0,
@@ -443,11 +382,47 @@ def _summarise(
             [(result.token_times[-1] - result.token_times[0]) / (options.output_len - 1) for result in results]
         ),
         request_ms=_percentiles_ms([result.token_times[-1] for result in results]),
-        total_ms=sum(batch.seconds for batch in batches) * _MS,
+        records=_records(batches, options.input_len),
+        timeline=_timeline(batches),
+        statistics=statistics,
         cache=CacheUse(
             footprint, pages_for_latency(options, config.page_size) * page_bytes, config.num_pages * page_bytes
         ),
     )
+
+
+def _records(batches: list[Batch], input_tokens: int) -> list[RequestRecord]:
+    """Records of all requests on a clock that stands still between batches."""
+    records: list[RequestRecord] = []
+    begin = 0.0
+    for batch in batches:
+        for result in batch.results:
+            times = tuple(begin + moment for moment in result.token_times)
+            records.append(
+                RequestRecord(
+                    task_id=len(records),
+                    input_tokens=input_tokens,
+                    output_tokens=len(times),
+                    arrival=begin,
+                    token_times=times,
+                    end=times[-1],
+                    finish_reason=result.finish_reason,
+                    num_preemptions=result.num_preemptions,
+                    reused_tokens=result.num_reused_tokens,
+                )
+            )
+        begin += batch.seconds
+    return records
+
+
+def _timeline(batches: list[Batch]) -> Timeline:
+    timeline = Timeline()
+    begin = 0.0
+    for batch in batches:
+        for end, stats in zip(batch.step_ends, (*batch.prefill_steps, *batch.decode_steps), strict=True):
+            timeline.add(begin + end, stats)
+        begin += batch.seconds
+    return timeline
 
 
 def _percentiles_ms(seconds: list[float]) -> Percentiles:

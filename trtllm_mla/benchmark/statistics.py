@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,10 @@ class Percentiles:
     maximum: float
     average: float
     median: float
+
+    def trtllm_bench(self) -> dict[str, float]:
+        """Values by the keys of trtllm-bench's reports, which have no median."""
+        return {name: value for name, value in asdict(self).items() if name != "median"}
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Percentiles:
