@@ -24,3 +24,8 @@ class MissingDependencyError(UserError, ImportError):
             f"The package '{package}' is needed to {purpose}, and it cannot be imported. "
             f"Install it with: pip install 'trtllm-mla[{extra}]'"
         )
+
+
+def one_line(message: str) -> str:
+    """A message with line breaks and other control characters, which may come from outside, as escapes."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in message)
