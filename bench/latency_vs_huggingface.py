@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -24,6 +22,7 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
+from trtllm_mla.benchmark.huggingface import TokenTimer, load_model, time_forward, time_generate
 from trtllm_mla.benchmark.latency import LatencyOptions, LatencyReport, bench_latency
 from trtllm_mla.benchmark.machine import Machine
 from trtllm_mla.config import BuildConfig, MlaPluginConfig
@@ -54,8 +53,8 @@ def main() -> int:
     theirs = {}
     for attention in arguments.attention.split(","):
         model = load_model(arguments.checkpoint, attention)
-        theirs[f"generate, {attention}"] = measure_transformers(model, options, times_of_generate)
-        theirs[f"forward passes, {attention}"] = measure_transformers(model, options, times_of_forward)
+        theirs[f"generate, {attention}"] = measure_transformers(model, options, time_generate)
+        theirs[f"forward passes, {attention}"] = measure_transformers(model, options, time_forward)
     console.print(make_table(options, ours, theirs))
     machine = Machine.here()
     console.print(
@@ -105,68 +104,17 @@ def measure_executor(arguments: argparse.Namespace, options: LatencyOptions, exe
         )
 
 
-def load_model(checkpoint: Path, attention: str) -> Any:
-    """The float32 transformers model, local files and safetensors only."""
-    transformers.utils.logging.disable_progress_bar()
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        checkpoint,
-        dtype=torch.float32,
-        attn_implementation=attention,
-        local_files_only=True,
-        trust_remote_code=False,
-        use_safetensors=True,
-    ).eval()
-
-
-def times_of_generate(model: Any, input_ids: torch.Tensor, output_len: int) -> list[float]:
-    """Moments of the start and of each new token in transformers' greedy ``generate``."""
-    times = []
-
-    class Clock(transformers.StoppingCriteria):
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-            times.append(time.perf_counter())
-            return torch.zeros(len(input_ids), dtype=torch.bool)
-
-    config = transformers.GenerationConfig(
-        do_sample=False, max_new_tokens=output_len, eos_token_id=None, pad_token_id=0
-    )
-    model.generation_config = config
-    times.append(time.perf_counter())
-    model.generate(
-        input_ids,
-        attention_mask=torch.ones_like(input_ids),
-        generation_config=config,
-        stopping_criteria=transformers.StoppingCriteriaList([Clock()]),
-    )
-    return times
-
-
-def times_of_forward(model: Any, input_ids: torch.Tensor, output_len: int) -> list[float]:
-    """The same with the bare forward passes that ``generate`` makes."""
-    cache = transformers.DynamicCache(config=model.config)
-    times = [time.perf_counter()]
-    for _ in range(output_len):
-        logits = model(input_ids, cache=cache, use_cache=True, logits_to_keep=1).logits
-        input_ids = logits[:, -1].argmax(dim=-1, keepdim=True)
-        times.append(time.perf_counter())
-    return times
-
-
-TimesOf = Callable[[Any, torch.Tensor, int], list[float]]
-
-
-def measure_transformers(model: Any, options: LatencyOptions, times_of: TimesOf) -> dict[str, list[float]]:
+def measure_transformers(model: Any, options: LatencyOptions, timer: TokenTimer) -> dict[str, list[float]]:
     """Milliseconds of each batch's prefill and of each decode step, on prompts of the seed."""
     generator = np.random.default_rng(options.seed)
     shape = (options.batch_size, options.input_len)
     prefill, decode = [], []
-    with torch.inference_mode():
-        for index in range(-options.warmup, options.iterations):
-            input_ids = torch.from_numpy(generator.integers(model.config.vocab_size, size=shape))
-            steps = np.diff(times_of(model, input_ids, options.output_len)) * 1e3
-            if index >= 0:
-                prefill.append(float(steps[0]))
-                decode.extend(steps[1:].tolist())
+    for index in range(-options.warmup, options.iterations):
+        input_ids = torch.from_numpy(generator.integers(model.config.vocab_size, size=shape))
+        steps = np.diff(timer(model, input_ids, options.output_len).times) * 1e3
+        if index >= 0:
+            prefill.append(float(steps[0]))
+            decode.extend(steps[1:].tolist())
     return {"prefill_ms": prefill, "decode_step_ms": decode}
 
 

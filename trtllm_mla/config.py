@@ -153,7 +153,7 @@ class PluginConfigFile(StrictModel):
     mla_plugin: MlaPluginConfig
 
 
-_Model = TypeVar("_Model", bound=StrictModel)
+_Model = TypeVar("_Model", bound=BaseModel)
 
 
 def load_config(path: Path, model: type[_Model]) -> _Model:

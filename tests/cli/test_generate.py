@@ -145,6 +145,20 @@ def test_more_prompts_than_run_at_once_share_the_pool_of_an_engine(
     assert [entry["output_ids"] for entry in results] == [expected_ids(checkpoint[1], prompt) for prompt in prompts]
 
 
+@pytest.mark.parametrize(("options", "expected"), [([], True), (["--no-cuda-graph"], False)])
+def test_cuda_graphs_can_be_left_out(command, network, checkpoint, monkeypatch, options, expected):
+    asked = []
+    make_executor = factory.make_executor
+    monkeypatch.setattr(
+        factory,
+        "make_executor",
+        lambda *arguments, **values: asked.append(values["use_cuda_graph"]) or make_executor(*arguments, **values),
+    )
+    arguments = ("--input-ids", "1,2", "--max-new-tokens", 1, "--json")
+    assert command("generate", network, "-c", checkpoint[0], *arguments, *options).status == 0
+    assert asked == [expected]
+
+
 def test_weights_that_are_not_numbers_are_one_line(command, network, checkpoint, tmp_path):
     shutil.copytree(checkpoint[0], tmp_path / "checkpoint")
     file = tmp_path / "checkpoint" / "model.safetensors"

@@ -28,7 +28,7 @@ def test_an_unknown_command_is_a_users_mistake(command):
 
 
 def test_what_the_system_refuses_is_one_line_and_status_2(command, monkeypatch, tmp_path):
-    def refuse(*_):
+    def refuse(*_, **__):
         raise PermissionError(13, "Permission denied", "config.json")
 
     monkeypatch.setattr("trtllm_mla.checkpoint.files.Checkpoint.open", refuse)

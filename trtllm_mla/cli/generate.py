@@ -11,6 +11,7 @@ from trtllm_mla.cli.console import ERR, print_json
 from trtllm_mla.cli.options import (
     CheckpointOption,
     ConfigOption,
+    CudaGraphOption,
     DirectoryArgument,
     ExecutorName,
     ExecutorOption,
@@ -47,6 +48,7 @@ def generate(
     ] = None,
     config: ConfigOption = None,
     threads: ThreadsOption = None,
+    cuda_graph: CudaGraphOption = True,
     json: JsonFlag = False,
 ) -> None:
     """Continue prompts with a network or an engine.
@@ -96,7 +98,14 @@ def generate(
     for request in requests:
         scheduling.check(request)
 
-    runner = make_executor(executor, network, Checkpoint.open(checkpoint), num_pages=num_pages, num_threads=threads)
+    runner = make_executor(
+        executor,
+        network,
+        Checkpoint.open(checkpoint),
+        num_pages=num_pages,
+        num_threads=threads,
+        use_cuda_graph=cuda_graph,
+    )
     if not json:
         ERR.print(f"[dim]{runner.description}[/]", soft_wrap=True, highlight=False)
     try:
@@ -113,29 +122,23 @@ def generate(
 
 
 class _Stream:
-    """Prints text as soon as its tokens are known.
-
-    A token may end in the middle of a character, so the whole text is decoded and what is new is printed.
-    """
+    """Prints text as soon as its tokens are known."""
 
     def __init__(self, codec: TextCodec) -> None:
-        self._codec = codec
-        self._ids: list[int] = []
-        self._shown = ""
+        from trtllm_mla.checkpoint.tokenizer import TextStream
+
+        self._text = TextStream(codec)
 
     def __call__(self, token: int) -> None:
-        self._ids.append(token)
-        text = self._codec.decode(self._ids)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            self._show(text)
+        self._print(self._text.push(token))
 
     def end(self) -> None:
-        self._show(self._codec.decode(self._ids) + "\n")
+        self._print(self._text.end() + "\n")
 
-    def _show(self, text: str) -> None:
-        sys.stdout.write(text[len(self._shown) :])
+    @staticmethod
+    def _print(text: str) -> None:
+        sys.stdout.write(text)
         sys.stdout.flush()
-        self._shown = text
 
 
 def _parse_ids(text: str) -> list[int]:

@@ -15,9 +15,10 @@ from trtllm_mla.cli.console import ERR
 from trtllm_mla.cli.convert import convert
 from trtllm_mla.cli.generate import generate
 from trtllm_mla.cli.inspect import inspect
+from trtllm_mla.cli.report import report
 from trtllm_mla.cli.roofline import roofline
 from trtllm_mla.cli.validate import validate
-from trtllm_mla.errors import UserError
+from trtllm_mla.errors import UserError, one_line
 
 USER_ERROR = 2
 
@@ -46,7 +47,7 @@ def _main(
     pass
 
 
-for command in (inspect, convert, calibrate, build, validate, generate, roofline):
+for command in (inspect, convert, calibrate, build, validate, generate, roofline, report):
     app.command()(command)
 app.add_typer(bench, name="bench")
 
@@ -59,13 +60,8 @@ def run() -> None:
     try:
         app()
     except (UserError, OSError) as error:
-        ERR.print(Text.assemble(("Error: ", "bold red"), _one_line(str(error))), soft_wrap=True)
+        ERR.print(Text.assemble(("Error: ", "bold red"), one_line(str(error))), soft_wrap=True)
         sys.exit(USER_ERROR)
-
-
-def _one_line(message: str) -> str:
-    """A message with line breaks and other control characters, which may come from a file, as escapes."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in message)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from trtllm_mla.errors import UserError
+
 CheckpointArgument = Annotated[
     Path, typer.Argument(metavar="CHECKPOINT", help="Hugging Face checkpoint directory.", show_default=False)
 ]
@@ -61,3 +63,30 @@ ExecutorOption = Annotated[
         help="onnxruntime: CPU. interpreter: the plugins' real kernels, interpreted on the CPU. tensorrt: GPU.",
     ),
 ]
+
+CudaGraphOption = Annotated[
+    bool,
+    typer.Option(
+        "--cuda-graph/--no-cuda-graph",
+        help="Capture decode steps in CUDA graphs, or enqueue them launch by launch; tensorrt only.",
+    ),
+]
+
+
+def parse_numbers(option: str, text: str) -> list[int]:
+    """Whole numbers separated by commas, each once.
+
+    Args:
+        option: The option they were given for.
+        text: What was given.
+
+    Raises:
+        UserError: It is something else.
+    """
+    try:
+        # Bounded, since Python refuses to read numbers of thousands of digits.
+        return list(dict.fromkeys(int(item[:20]) for item in text.split(",")))
+    except ValueError:
+        raise UserError(
+            f"{option}: found '{text:.40}', expected numbers separated by commas, such as 4096,65536."
+        ) from None

@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 from trtllm_mla.cli.console import OUT, print_json
-from trtllm_mla.cli.options import CheckpointArgument, JsonFlag
-from trtllm_mla.errors import UserError
+from trtllm_mla.cli.options import CheckpointArgument, JsonFlag, parse_numbers
 
 
 def roofline(
@@ -44,7 +43,7 @@ def roofline(
     from trtllm_mla.roofline.model import make_roofline
     from trtllm_mla.roofline.report import print_roofline, to_json
 
-    device, contexts = get_gpu(gpu), _numbers("--context", context)
+    device, contexts = get_gpu(gpu), parse_numbers("--context", context)
     named = [get_format(name) for name in dict.fromkeys(kv_cache_dtype.split(","))] if kv_cache_dtype else None
     spec = read_model_spec(Checkpoint.open(checkpoint))
     result = make_roofline(
@@ -54,13 +53,3 @@ def roofline(
         print_json(to_json(result))
     else:
         print_roofline(result, OUT)
-
-
-def _numbers(option: str, text: str) -> list[int]:
-    try:
-        # Bounded, since Python refuses to read numbers of thousands of digits.
-        return list(dict.fromkeys(int(item[:20]) for item in text.split(",")))
-    except ValueError:
-        raise UserError(
-            f"{option}: found '{text:.40}', expected numbers separated by commas, such as 4096,65536."
-        ) from None
