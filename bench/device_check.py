@@ -12,7 +12,8 @@ run is named with the reason:
    with NaN, tensors lie between NaN, unused slots of the cache hold NaN (0xFF in a quantised one).
 2. Times at DeepSeek-V3's sizes, beside the floor (bytes and FLOP by formula over the device's peaks) and torch's
    ``scaled_dot_product_attention``: LatentAttention with a bf16, an fp8 and an nvfp4 cache, requests of one length and
-   of 1 to 131072 keys in one batch; ContextAttention; AppendLatent and GatherLatent. What is timed is checked too.
+   of 1 to 131072 keys in one batch; ContextAttention; AppendLatent and GatherLatent; BlockScaledMatMul, beside torch's
+   product with the weight in bf16. What is timed is checked too.
 3. Engines, with TensorRT or TensorRT-RTX: the example checkpoint is built with plugins and natively, validated, timed.
 4. FlashMLA and FlashInfer on the same decode problems.
 
@@ -48,7 +49,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from trtllm_mla._version import __version__
 from trtllm_mla.benchmark.machine import Machine
 from trtllm_mla.cache_rows import CacheDType, RowLayout
-from trtllm_mla.dtypes import DType
+from trtllm_mla.dtypes import FP8_BLOCK_SIZE, DType
 from trtllm_mla.engine.kernel_compiler import compile_variant, default_cache_dir, triton_cache
 from trtllm_mla.engine.launcher import CudaDriver, Driver, Launcher
 from trtllm_mla.errors import UserError
@@ -85,7 +86,7 @@ FLUSH_BYTES, FLUSHES = 512 << 20, 4
 MEMORY_SHARE = 0.8  # of the free memory that one problem may take
 # Shares of the time limit at which a part has to have ended, and the least time to start something with.
 COMPILE_UNTIL, NUMERICS_UNTIL = 0.3, 0.55
-TIMES_UNTIL = {"append": 0.58, "gather": 0.61, "decode": 0.78, "context": 0.86}
+TIMES_UNTIL = {"append": 0.58, "gather": 0.61, "decode": 0.78, "context": 0.86, "linear": 0.89}
 CASE_SECONDS, ENGINE_SECONDS = 8.0, 30.0
 # An outer scale that is no power of two, as calibration finds them.
 LATENT_SCALE = 0.37
@@ -365,7 +366,27 @@ class ExpertSizes:
 
 DEEPSEEK_EXPERTS = ExpertSizes(16, 8, 7168, 2048)  # one of 16 ranks: all experts would take 22 GB
 SMALL_EXPERTS = ExpertSizes(7, 3, 100, 52)
+RAGGED_EXPERTS = ExpertSizes(7, 3, 150, 140)  # several blocks of FP8 weights, the last of them cut off
 FIRST_EXPERT = 32
+
+
+@dataclass(frozen=True)
+class LinearSizes:
+    """Sizes of a linear layer with an FP8 weight.
+
+    Attributes:
+        out_features: Rows of the weight.
+        in_features: Columns of the weight.
+    """
+
+    out_features: int
+    in_features: int
+
+
+# The latent's projection, whose last block of rows is half as high as the others, and that of queries.
+DEEPSEEK_LATENT, DEEPSEEK_QUERIES = LinearSizes(576, 7168), LinearSizes(24576, 1536)
+SMALL_LINEAR = LinearSizes(200, 1100)  # blocks that are short at both edges
+ODD_LINEAR = LinearSizes(67, 1099)  # rows whose addresses are multiples of nothing
 
 # New tokens and cached tokens (the new ones included) of each request.
 Requests = tuple[tuple[int, int], ...]
@@ -400,6 +421,7 @@ class Case:
         two_passes: Whether ContextAttention runs twice, over a request's older keys without a mask and over the rest,
             and the results are merged by their log-sum-exp.
         experts: Sizes of the layer's experts.
+        linear: Sizes of the layer's product with an FP8 weight.
     """
 
     name: str
@@ -415,6 +437,7 @@ class Case:
     causal: bool = True
     two_passes: bool = False
     experts: ExpertSizes = SMALL_EXPERTS
+    linear: LinearSizes = SMALL_LINEAR
 
     @property
     def definition(self) -> OpDefinition:
@@ -434,6 +457,13 @@ class Case:
             **asdict(sizes),
             **asdict(self.experts),
             "gate_up_size": 2 * self.experts.intermediate_size,
+            "hidden_blocks": -(-self.experts.hidden_size // FP8_BLOCK_SIZE),
+            "intermediate_blocks": -(-self.experts.intermediate_size // FP8_BLOCK_SIZE),
+            "gate_up_blocks": 2 * -(-self.experts.intermediate_size // FP8_BLOCK_SIZE),
+            **asdict(self.linear),
+            "scale_rows": -(-self.linear.out_features // FP8_BLOCK_SIZE),
+            "scale_columns": -(-self.linear.in_features // FP8_BLOCK_SIZE),
+            "rows": sum(count for count, _ in self.requests),
             "width": self.layout.width,
             "tokens": sum(count for count, _ in self.requests),
             "keys": sum(length for _, length in self.requests),
@@ -511,6 +541,7 @@ def numeric_cases(*, dry_run: bool) -> list[Case]:
             cases += small_attention_cases(append) if dry_run else attention_cases(append)
             if cached.element is model and (sizes is SMALL or (sizes is DEEPSEEK and not dry_run)):
                 cases += expert_cases(append, dry_run=dry_run)
+                cases += linear_cases(append, dry_run=dry_run)
     return cases
 
 
@@ -525,14 +556,46 @@ def _importance(pair: tuple[DType, CacheDType]) -> tuple[bool, bool, bool]:
 
 
 def expert_cases(base: Case, *, dry_run: bool) -> list[Case]:
-    """RoutedExperts with every tile, and with so few tokens that most experts have none."""
-    experts = DEEPSEEK_EXPERTS if base.sizes is DEEPSEEK else SMALL_EXPERTS
+    """Routed experts with every tile, and with so few tokens that most experts have none."""
     return [
         replace(
-            base, name=f"{base.name}, {count} tokens", op="RoutedExperts", requests=((count, count),), experts=experts
+            base,
+            name=f"{base.name}, {count} tokens",
+            op=op,
+            requests=((count, count),),
+            experts=DEEPSEEK_EXPERTS if base.sizes is DEEPSEEK else small,
         )
+        for op, small in (("RoutedExperts", SMALL_EXPERTS), ("BlockScaledRoutedExperts", RAGGED_EXPERTS))
         for count in ((2, 60) if dry_run else (1, 2, 30, 120, 700))
     ]
+
+
+def linear_cases(base: Case, *, dry_run: bool) -> list[Case]:
+    """BlockScaledMatMul with every tile, whole and split among programs, and with blocks that are cut off."""
+    linear = replace(base, op="BlockScaledMatMul")
+    if base.sizes is DEEPSEEK:
+        counts = [
+            replace(
+                linear, name=f"{base.name}, {count} rows, latent", linear=DEEPSEEK_LATENT, requests=((count, count),)
+            )
+            for count in (1, 30, 120, 700)
+        ]
+        queries = replace(linear, name=f"{base.name}, 20 rows, queries", linear=DEEPSEEK_QUERIES, requests=((20, 20),))
+        return [*counts, *(on_a_small_device(case) for case in counts), queries]
+    few, odd = (
+        replace(linear, name=f"{base.name}, {count} rows", linear=sizes, requests=((count, count),))
+        for count, sizes in ((3, SMALL_LINEAR), (5, ODD_LINEAR))
+    )
+    many = replace(few, name=f"{base.name}, 70 rows", requests=((70, 70),))
+    most = replace(few, name=f"{base.name}, 150 rows", requests=((150, 150),))
+    if dry_run:
+        return [few, odd, on_a_small_device(many), most]
+    return [case for whole in (few, odd, many, most) for case in (whole, on_a_small_device(whole))]
+
+
+def on_a_small_device(case: Case) -> Case:
+    """The same as planned for one multiprocessor, which leaves no work to divide."""
+    return replace(case, name=f"{case.name}, small device", multiprocessors=1)
 
 
 def small_attention_cases(base: Case) -> list[Case]:
@@ -618,6 +681,16 @@ def keys_whole(latent: Case) -> Case:
 # ------------------------------------------------------------------------------------------------------------ inputs
 
 
+# Weights and scales of products, and the dimension that these sum over.
+SUMMED_DIMS = {
+    "gate_up_proj": "hidden_size",
+    "gate_up_scale": "hidden_size",
+    "down_proj": "intermediate_size",
+    "down_scale": "intermediate_size",
+    "scale": "in_features",
+}
+
+
 def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Tensors:
     """Random inputs of a case, as its operation's contract lists them.
 
@@ -635,7 +708,9 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
             inputs[contract.name] = integers[contract.name].to(device)
             continue
         tensor = torch.empty(shape, dtype=dtype, device=device)
-        if dtype is torch.int8:
+        if contract.name in ("weight", "gate_up_proj", "down_proj") and dtype is torch.int8:
+            fill_with_weights(tensor)
+        elif dtype is torch.int8:
             fill_with_codes(tensor.view(-1, shape[2]), case.layout)
         else:
             tensor.normal_()
@@ -650,10 +725,19 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
         elif contract.name == "rotary_cos_sin":
             angles = torch.rand(shape[0], shape[1] // 2, generator=generator) * 2 * math.pi
             tensor.copy_(torch.cat([angles.cos(), angles.sin()], dim=-1))
-        elif contract.name in ("gate_up_proj", "down_proj"):
-            tensor.mul_(shape[2] ** -0.5)
-            chosen = set((integers["expert_ids"] - FIRST_EXPERT).flatten().tolist())
-            tensor[[expert for expert in range(shape[0]) if expert not in chosen]] = math.nan
+        elif contract.name in SUMMED_DIMS:
+            width = dims[SUMMED_DIMS[contract.name]]
+            if contract.name.endswith("scale"):
+                # Random codes are about 130 large. Neighbouring blocks differ by up to 64 times.
+                tensor.uniform_(-3, 3).exp2_().mul_(width**-0.5 / 130)
+            elif dtype is not torch.int8:
+                tensor.mul_(width**-0.5)
+            if contract.dims[0] == "experts":
+                chosen = set((integers["expert_ids"] - FIRST_EXPERT).flatten().tolist())
+                unchosen = [expert for expert in range(shape[0]) if expert not in chosen]
+                tensor[unchosen] = 0x7F if dtype is torch.int8 else math.nan
+        elif contract.name == "x" and case.wild:
+            tensor[1::4] = math.nan
         inputs[contract.name] = tensor
     return inputs
 
@@ -713,6 +797,12 @@ def fill_with_codes(rows: Tensor, layout: RowLayout) -> None:
         scales[:, : layout.num_scales].random_(1, 0x30)  # up to 0.47, numbers below E4M3's normal ones included
     k_pe = torch.empty(count, layout.rope_dim, dtype=torch.bfloat16, device=device).normal_()
     rows[:, layout.rope_offset :][:, : 2 * layout.rope_dim] = k_pe.view(torch.int8)
+
+
+def fill_with_weights(weight: Tensor) -> None:
+    """Fills a weight with every E4M3 number."""
+    weight.random_(-128, 127)
+    weight.masked_fill_(weight == -1, 0)  # 0xFF is the negative NaN; 0x7F was not drawn
 
 
 def make_hard_to_quantize(latent: Tensor) -> None:
@@ -1037,14 +1127,48 @@ def measure_experts(case: Case, inputs: Tensors, outputs: Tensors) -> list[Measu
     for expert in range(case.experts.experts):
         tokens, choices = (ids == expert).nonzero(as_tuple=True)
         if len(tokens):
-            rows = hidden[tokens].double() @ inputs["gate_up_proj"][expert].double().T
-            gate, up = rows.chunk(2, dim=-1)
-            result = (gate * gate.sigmoid() * up) @ inputs["down_proj"][expert].double().T
+            gate_proj, up_proj, down_proj = expert_projections(inputs, expert)
+            gate, up = (hidden[tokens].double() @ projection.T for projection in (gate_proj, up_proj))
+            result = (gate * gate.sigmoid() * up) @ down_proj.T
             expected.index_add_(0, tokens, result * inputs["expert_weights"][tokens, choices, None].double())
     idle = ((ids < 0) | (ids >= case.experts.experts)).all(dim=1)
     return [
         Measure("output", relative_error(outputs["output"], expected), TOLERANCE[case.model_dtype]),
         Measure("rows wrongly not zero", float((outputs["output"][idle] != 0).sum()), 0),
+    ]
+
+
+def expert_projections(inputs: Tensors, expert: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Gate, up and down projection of an expert, in float64."""
+    parts = (*inputs["gate_up_proj"][expert].chunk(2), inputs["down_proj"][expert])
+    if "down_scale" in inputs:
+        scales = (*inputs["gate_up_scale"][expert].chunk(2), inputs["down_scale"][expert])
+        parts = tuple(map(dequantized, parts, scales))
+    gate, up, down = (part.double() for part in parts)
+    return gate, up, down
+
+
+def dequantized_weight(inputs: Tensors) -> Tensor:
+    """What BlockScaledMatMul's weight and scales stand for, in float64."""
+    return dequantized(inputs["weight"], inputs["scale"])
+
+
+def dequantized(weight: Tensor, scale: Tensor) -> Tensor:
+    """What FP8 weights [rows, columns] and their blocks' scales stand for, in float64."""
+    scale = scale.double()
+    for axis, size in enumerate(weight.shape):
+        scale = scale.repeat_interleave(FP8_BLOCK_SIZE, axis).narrow(axis, 0, size)
+    return weight.view(torch.float8_e4m3fn).double() * scale
+
+
+def measure_linear(case: Case, inputs: Tensors, outputs: Tensors) -> list[Measure]:
+    """The output within the tolerance; rows of NaN give NaN, and change no other."""
+    x, output = inputs["x"].double(), outputs["output"]
+    expected = x @ dequantized_weight(inputs).T
+    poisoned = x.isnan().any(dim=1)
+    return [
+        Measure("output", relative_error(output[~poisoned], expected[~poisoned]), TOLERANCE[case.model_dtype]),
+        Measure("elements that lost a NaN", float((~output[poisoned].isnan()).sum()), 0),
     ]
 
 
@@ -1054,8 +1178,10 @@ def measure(case: Case, inputs: Tensors, outputs: Tensors) -> list[Measure]:
         return measure_append(case, inputs, outputs)
     if case.op == "GatherLatent":
         return measure_gather(case, inputs, outputs)
-    if case.op == "RoutedExperts":
+    if case.op in ("RoutedExperts", "BlockScaledRoutedExperts"):
         return measure_experts(case, inputs, outputs)
+    if case.op == "BlockScaledMatMul":
+        return measure_linear(case, inputs, outputs)
     return measure_attention(case, inputs, outputs["output"], outputs["log_sum_exp"])
 
 
@@ -1457,19 +1583,10 @@ def check_numerics(cases: Sequence[Case], environment: Environment, report: Repo
             report.skip(f"numerics: {op}'s kernel {kernel}, {runner.name}", "no case that launches it ran")
 
 
-# Operations without a case, and their kernels: the report lists them as not run.
-WITHOUT_CASES = {"BlockScaledMatMul": ("multiply", "sum_splits")}
-
-
 def planned_kernels(target: Target) -> set[tuple[str, str]]:
     """Every operation's kernels, by what its plans can launch."""
-    probes = [
-        Case("", op, SMALL, EDGES, cache_dtype=cached)
-        for op, cached in product(OPS, CacheDType)
-        if op not in WITHOUT_CASES
-    ]
-    found = {(case.op, item.kernel) for case in probes for item in case.definition.variants(case.problem(target))}
-    return found | {(op, kernel) for op, kernels in WITHOUT_CASES.items() for kernel in kernels}
+    probes = [Case("", op, SMALL, EDGES, cache_dtype=cached) for op, cached in product(OPS, CacheDType)]
+    return {(case.op, item.kernel) for case in probes for item in case.definition.variants(case.problem(target))}
 
 
 # ---------------------------------------------------------------------------------------- parts 2 and 4: times
@@ -1558,7 +1675,7 @@ def time_one(
         Timing(
             part,
             case.name,
-            "" if case.op == "ContextAttention" else case.cache_dtype,
+            "" if case.op in ("ContextAttention", "BlockScaledMatMul") else case.cache_dtype,
             label,
             ours,
             case.dims()["keys" if case.op == "GatherLatent" else "tokens"],
@@ -1633,6 +1750,16 @@ def decompressed_work(case: Case, *, shared_rope: bool) -> Work:
     return Work(elements * case.model_dtype.itemsize, flop)
 
 
+def linear_work(case: Case, *, weight_bytes: int = 1) -> Work:
+    """BlockScaledMatMul: weight and scales once, rows and output once; 2 FLOP a row and element of the weight."""
+    sizes, dims = case.linear, case.dims()
+    elements = sizes.out_features * sizes.in_features
+    scale_bytes = 4 * dims["scale_rows"] * dims["scale_columns"] if weight_bytes == 1 else 0
+    values = dims["rows"] * (sizes.out_features + sizes.in_features)
+    num_bytes = weight_bytes * elements + scale_bytes + values * case.model_dtype.itemsize
+    return Work(num_bytes, 2 * dims["rows"] * elements)
+
+
 def prepare_ours(case: Case, inputs: Tensors, environment: Environment) -> Timed:
     """This package's operation, by the first runner."""
     definition = case.definition
@@ -1652,6 +1779,7 @@ WORK: dict[str, Callable[[Case], Work]] = {
     "GatherLatent": gather_work,
     "LatentAttention": latent_work,
     "ContextAttention": lambda case: decompressed_work(case, shared_rope=True),
+    "BlockScaledMatMul": linear_work,
 }
 
 
@@ -1731,6 +1859,18 @@ def prepare_sdpa_context(case: Case, inputs: Tensors, environment: Environment) 
 
     work = decompressed_work(case, shared_rope=False)
     return Timed(call, work, lambda: {"output": results["output"].transpose(1, 2).flatten(0, 1)})
+
+
+def prepare_dense_linear(case: Case, inputs: Tensors, environment: Environment) -> Timed:
+    """PyTorch's product with the dequantised weight in the network's type."""
+    x = inputs["x"]
+    weight = dequantized_weight(inputs).to(x.dtype)
+    output = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
+    return Timed(
+        lambda: torch.matmul(x, weight.T, out=output),
+        linear_work(case, weight_bytes=x.element_size()),
+        lambda: {"output": output},
+    )
 
 
 def prepare_flash_mla(case: Case, inputs: Tensors, environment: Environment) -> Timed:
@@ -1821,6 +1961,7 @@ IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
         "FlashInfer": prepare_flashinfer,
     },
     "context": {OURS: prepare_ours, "torch SDPA": prepare_sdpa_context},
+    "linear": {OURS: prepare_ours, "torch, bf16 weight": prepare_dense_linear},
 }
 
 
@@ -1828,6 +1969,8 @@ def timing_cases(part: str, *, dry_run: bool) -> list[Case]:
     """Problems of a part; a problem of each kind first, in case that time runs out."""
     if part == "context":
         return context_timing_cases(dry_run=dry_run)
+    if part == "linear":
+        return linear_timing_cases(dry_run=dry_run)
     op = {"append": "AppendLatent", "gather": "GatherLatent", "decode": "LatentAttention"}[part]
     sizes = SMALL if dry_run else DEEPSEEK
     problems: list[tuple[str, Sizes, Requests]] = []
@@ -1855,6 +1998,23 @@ def timing_cases(part: str, *, dry_run: bool) -> list[Case]:
     return [
         Case(name, op, sizes, requests, cache_dtype=cached, wild=False)
         for (name, sizes, requests), cached in product(problems, (CacheDType.BF16, CacheDType.FP8, CacheDType.NVFP4))
+    ]
+
+
+def linear_timing_cases(*, dry_run: bool) -> list[Case]:
+    """Decode steps of few and many requests, and a prefill, through the largest and the most ragged projection."""
+    layers = [SMALL_LINEAR] if dry_run else [DEEPSEEK_QUERIES, DEEPSEEK_LATENT]
+    counts = (4,) if dry_run else (16, 128, 4096)
+    return [
+        Case(
+            f"{count} x {sizes.in_features} to {sizes.out_features}",
+            "BlockScaledMatMul",
+            SMALL if dry_run else DEEPSEEK,
+            ((count, count),),
+            wild=False,
+            linear=sizes,
+        )
+        for count, sizes in product(counts, layers)
     ]
 
 
@@ -1956,7 +2116,7 @@ def measure_engine(subject: str, path: Path, executor: str, config: BuildConfig,
     report.engines.append(
         EngineResult(
             subject,
-            latency.executor_description,
+            latency.executor.description,
             found.passed,
             latency.prefill.latency_ms.median,
             latency.decode.latency_ms.median,
@@ -1971,6 +2131,7 @@ TITLES = {
     "append": "AppendLatent",
     "gather": "GatherLatent",
     "decode": "LatentAttention: decode",
+    "linear": "BlockScaledMatMul",
     "context": "ContextAttention: prefill",
 }
 

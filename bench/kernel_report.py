@@ -50,13 +50,17 @@ from trtllm_mla.targets import KIB, TARGETS, Target, get_target
 REPORTED_TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 HEADS = (8, 12, 16, 20, 24, 32, 40, 64, 96, 128)
 DEEPSEEK_SIZES = {"kv_lora_rank": 512, "rope_dim": 64, "nope_dim": 128, "v_dim": 128, "page_size": 64}
-# DeepSeek-V3's experts, and kv_a_proj_with_mqa, the one weight whose rows are no multiple of 128.
+# DeepSeek-V3's experts, with the blocks of their FP8 weights, and kv_a_proj_with_mqa, the one weight whose rows are no
+# multiple of 128.
 OTHER_SIZES = {
     "experts": 256,
     "top_k": 8,
     "hidden_size": 7168,
     "intermediate_size": 2048,
     "gate_up_size": 4096,
+    "hidden_blocks": 56,
+    "intermediate_blocks": 16,
+    "gate_up_blocks": 32,
     "in_features": 7168,
     "out_features": 576,
     "scale_rows": 5,
@@ -64,6 +68,8 @@ OTHER_SIZES = {
 }
 ATTENTION_KERNELS = ("attend", "context_attention")
 EXPERT_PRODUCTS = ("gate_up", "down")
+# Whose products are weights times rows, not rows times weights: their tiles have at least 64 rows of a weight.
+WEIGHTS_AS_M = ("BlockScaledRoutedExperts",)
 # They read int32 one by one: there is no promise that these are aligned or many.
 ID_KERNELS = ("sort_slots",)
 PROMISED_LOAD_BYTES = 16
@@ -208,8 +214,8 @@ class Row:
 def promised_product(kernel: Kernel) -> str | None:
     """The instruction that the tile of an attention kernel or an expert product is chosen for; None for others.
 
-    A warpgroup's MMA has 64 rows, of queries or of keys. Without TF32 there is no MMA for fp32. Beside the decoding of
-    quantised rows there are no registers for a warpgroup's MMA.
+    A warpgroup's MMA has 64 rows, of queries, of keys or of FP8 weights. Without TF32 there is no MMA for fp32. Beside
+    the decoding of quantised rows there are no registers for a warpgroup's MMA.
     """
     if kernel.variant.kernel not in (*ATTENTION_KERNELS, *EXPERT_PRODUCTS) or kernel.rows is None:
         return None
@@ -218,7 +224,8 @@ def promised_product(kernel: Kernel) -> str | None:
     if kernel.variant.kernel == "attend" and kernel.layout.dtype.is_quantized:
         return "mma.sync"
     warpgroup = {"sm_90": "wgmma", "sm_100": "tcgen05"}.get(kernel.target.name)
-    return warpgroup if warpgroup and (kernel.rows >= 64 or kernel.constants.get("KEYS_AS_M", False)) else "mma.sync"
+    fills = kernel.rows >= 64 or kernel.constants.get("KEYS_AS_M", False) or kernel.variant.op in WEIGHTS_AS_M
+    return warpgroup if warpgroup and fills else "mma.sync"
 
 
 def promised_load_bytes(kernel: Kernel) -> int:

@@ -25,7 +25,7 @@ from trtllm_mla.targets import KIB, get_target
 
 SCRIPT = Path(__file__).parents[2] / "bench" / "device_check.py"
 QUANTIZED = [CacheDType.FP8, CacheDType.NVFP4]
-TIMED = ("append", "gather", "decode", "context")
+TIMED = ("append", "gather", "decode", "context", "linear")
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def device_check():
 
 @pytest.mark.slow
 def test_dry_run(tmp_path):
-    """Every operation and pair of types in Triton's interpreter: some seventy cases of half a second each."""
+    """Every operation and pair of types in Triton's interpreter: some eighty cases of half a second each."""
     result = subprocess.run(
         [sys.executable, SCRIPT, "--dry-run", "--json", tmp_path / "out.json"],
         capture_output=True,
@@ -73,6 +73,8 @@ def test_dry_run(tmp_path):
         "gate_up",
         "down",
         "weighted_sum",
+        "multiply",
+        "sum_splits",
     }
     assert {item["part"] for item in values["timings"]} == set(TIMED)
     for part in ("append", "gather", "decode"):
@@ -83,7 +85,7 @@ def test_dry_run(tmp_path):
     assert [engine["valid"] for engine in values["engines"]] == [True]
     skipped = {item["what"] for item in values["skipped"]}
     assert {"Triton, cubins through cuda.core", "engine: tensorrt, MLA plugins"} <= skipped
-    assert {name.split()[1] for name in skipped if "kernel" in name} <= {"BlockScaledMatMul's"}
+    assert not any("kernel" in name for name in skipped)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -166,6 +168,8 @@ class Spoiled:
         ("ContextAttention", "output"),
         ("ContextAttention", "log_sum_exp"),
         ("RoutedExperts", "output"),
+        ("BlockScaledMatMul", "output"),
+        ("BlockScaledRoutedExperts", "output"),
     ],
 )
 def test_a_wrong_element_is_found(device_check, op, output, value):
@@ -214,6 +218,36 @@ def test_a_forgotten_outer_scale_is_found(device_check, cache_dtype, op, output)
     case = device_check.Case("", op, device_check.SMALL, ((2, 20),), cache_dtype=cache_dtype, latent_scale=0.99)
     assert device_check.check_case(case, device_check.InterpreterRunner(), environment).passed
     assert not device_check.check_case(case, Unscaled(), environment).passed
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_scales_of_the_wrong_block_are_found(device_check, axis):
+    """As a kernel would use them that took the short last block for a whole one."""
+
+    class Shifted(device_check.InterpreterRunner):
+        def prepare(self, plan, tensors):
+            scale = tensors["scale"].clone()
+            blocks = scale.unbind(axis)
+            wrong = torch.stack([*blocks[:-1], blocks[-2]], axis)
+            return lambda: run_plan(plan, tensors | {"scale": wrong})
+
+    environment = device_check.dry_environment(1)
+    case = device_check.Case("", "BlockScaledMatMul", device_check.SMALL, ((3, 3),))
+    assert device_check.check_case(case, device_check.InterpreterRunner(), environment).passed
+    assert not device_check.check_case(case, Shifted(), environment).passed
+
+
+def test_a_row_that_leaks_is_found(device_check):
+    """Of NaN in other rows nothing may be left but in those."""
+
+    class Forgetful(device_check.InterpreterRunner):
+        def prepare(self, plan, tensors):
+            return lambda: run_plan(plan, tensors | {"x": tensors["x"].nan_to_num()})
+
+    environment = device_check.dry_environment(1)
+    case = device_check.Case("", "BlockScaledMatMul", device_check.SMALL, ((6, 6),))
+    result = device_check.check_case(case, Forgetful(), environment)
+    assert [measure.what for measure in result.measures if not measure.passed] == ["elements that lost a NaN"]
 
 
 @pytest.mark.parametrize("two_passes", [True, False])
@@ -524,10 +558,12 @@ def test_every_plan_for_a_device_exists(device_check):
         timed = [case for part in TIMED for case in device_check.timing_cases(part, dry_run=False)]
         assert all(case.plan(target).launches for case in timed)
         launched = {launch.variant for plan in plans for launch in plan.launches}
-        kernels = {(variant.op, variant.kernel) for variant in launched}
-        without = {(op, kernel) for op, names in device_check.WITHOUT_CASES.items() for kernel in names}
-        assert kernels | without == device_check.planned_kernels(target)
-        assert not kernels & without
+        kernels = {
+            (case.op, launch.variant.kernel)
+            for case, plan in zip(cases, plans, strict=True)
+            for launch in plan.launches
+        }
+        assert kernels == device_check.planned_kernels(target)
         for case in cases:
             merges = [launch for launch in case.plan(target).launches if launch.variant.kernel == "combine"]
             assert bool(merges) or not case.name.endswith("keys split")
@@ -540,7 +576,11 @@ def test_every_plan_for_a_device_exists(device_check):
             assert found == forms(device_check.OPS["LatentAttention"].variants(base.problem(target)))
             assert {8, 12, 20, 24, 40, 48, 64, 96, 128} <= {case.sizes.heads for case in deepseek}
         experts = replace(device_check.Case("", "RoutedExperts", device_check.DEEPSEEK, ((1, 1),)), experts=full)
-        assert set(experts.definition.variants(experts.problem(target))) <= launched
+        for op in ("RoutedExperts", "BlockScaledRoutedExperts"):
+            of_op = replace(experts, op=op)
+            assert set(of_op.definition.variants(of_op.problem(target))) <= launched
+        linear = replace(experts, op="BlockScaledMatMul", linear=device_check.DEEPSEEK_LATENT)
+        assert set(linear.definition.variants(linear.problem(target))) <= launched
 
 
 def forms(variants):
@@ -565,6 +605,11 @@ def test_work_by_formula(device_check):
     assert device_check.decompressed_work(prefill, shared_rope=True).flop == (3 + 4 + 5) * 128 * 640
     unmasked = replace(prefill, causal=False)
     assert device_check.decompressed_work(unmasked, shared_rope=True).flop == 3 * 5 * 128 * 640
+    linear = device_check.Case("", "BlockScaledMatMul", device_check.DEEPSEEK, ((3, 3),), wild=False)
+    linear = replace(linear, linear=device_check.LinearSizes(576, 7168))
+    rows = 3 * (576 + 7168) * 2
+    assert device_check.linear_work(linear) == device_check.Work(576 * 7168 + 5 * 56 * 4 + rows, 2 * 3 * 576 * 7168)
+    assert device_check.linear_work(linear, weight_bytes=2).num_bytes == 2 * 576 * 7168 + rows
     peaks = device_check.Peaks(1e12, 1e15, "a test")
     assert device_check.floor_ms(device_check.Work(10**9, 10**9), peaks) == pytest.approx(1.0)
     assert device_check.floor_ms(device_check.Work(1, 10**12), peaks) == pytest.approx(1.0)

@@ -126,7 +126,7 @@ def test_default_tiles_keep_their_budgets(report, rows, target, heads, cache, dt
 @pytest.mark.parametrize("target", ["sm_89", "sm_90"])
 def test_experts_and_fp8_weights_keep_their_budgets(report, cache, target):
     seen = set()
-    for op in ("RoutedExperts", "BlockScaledMatMul"):
+    for op in ("RoutedExperts", "BlockScaledMatMul", "BlockScaledRoutedExperts"):
         for kernel in kernels_for(report, target, 8, op=op):
             row = compiled(report, kernel, cache)
             assert row.problems == (), (kernel.variant.kernel, kernel.rows)

@@ -33,12 +33,19 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "deepseek_v3": {"n_group": 4, "topk_group": 2},
     "kimi_k2": {"model_type": "kimi_k2", "n_group": 1, "topk_group": 1},
+    # Whose gate and up projections have two blocks of rows each, the second one short.
+    "fp8": {
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 192,
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    },
 }
 
 
 @pytest.fixture(scope="module", params=list(KINDS))
 def moe_network(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> NetworkDirectory:
-    return make_network(tmp_path_factory.mktemp("network"), **EXPERTS, **KINDS[request.param])
+    return make_network(tmp_path_factory.mktemp("network"), **EXPERTS | KINDS[request.param])
 
 
 @pytest.mark.parametrize("native", [False, True])
@@ -54,9 +61,14 @@ def test_engine(
         cache_dir=cache_dir,
     )
     info = report.directory.info
-    assert info.num_plugin_layers == (0 if native else 4 * 2 + 1)
+    # FP8: of each layer 4 projections of attention, and 3 of the MLP or the shared experts.
+    linear = 0 if moe_network.spec.quantization is None else 2 * 7
+    assert info.num_plugin_layers == (0 if native else 4 * 2 + 1 + linear)
     assert info.engine_bytes > 10_000
     assert report.directory.network.spec == moe_network.spec
     if not native:
         cubins = report.directory.kernels().for_target(get_target("sm_120"))
-        assert any(cubin.variant.op == "RoutedExperts" for cubin in cubins.values())
+        used = {cubin.variant.op for cubin in cubins.values()}
+        assert ("BlockScaledRoutedExperts" in used) == bool(linear)
+        # Whose kernels sort the slots and add up in either case.
+        assert "RoutedExperts" in used

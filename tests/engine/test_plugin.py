@@ -42,6 +42,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     },
     "RoutedExperts": {"first_expert": np.array([4], np.int32)},
     "BlockScaledMatMul": {},
+    "BlockScaledRoutedExperts": {"first_expert": np.array([4], np.int32)},
 }
 SIZES = {
     "tokens": 7,
@@ -64,6 +65,9 @@ SIZES = {
     "hidden_size": 72,
     "intermediate_size": 40,
     "gate_up_size": 80,
+    "hidden_blocks": 1,
+    "intermediate_blocks": 1,
+    "gate_up_blocks": 2,
     "rows": 7,
     "in_features": 1100,
     "out_features": 72,
@@ -222,10 +226,11 @@ class TestBuildTime:
 
 
 class TestBuild:
+    @pytest.mark.parametrize("name", ["RoutedExperts", "BlockScaledRoutedExperts"])
     @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT32])
-    def test_routed_experts_become_a_plugin_layer(self, library: PluginLibrary, dtype: DType) -> None:
+    def test_routed_experts_become_a_plugin_layer(self, library: PluginLibrary, dtype: DType, name: str) -> None:
         """The parser takes the plugin, although the function's body is there too, and the builder its workspace."""
-        op, name = OPS["RoutedExperts"], "RoutedExperts"
+        op = OPS[name]
         settings = OperationSettings(dtype, CacheDType.BF16, (TargetTile("sm_89", 32, 2),))
         fixed = {key: value for key, value in SIZES.items() if key not in op.dynamic_dims}
         model = single_op_model(op, body_types(dtype, CacheDType.BF16), {"first_expert": 4}, fixed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ SIZES: dict[str, Any] = {"hidden_size": 150, "intermediate_size": 300, "rope": "
 KINDS: dict[str, dict[str, Any]] = {
     "dense": {"num_layers": 1},
     "experts": {"first_k_dense_replace": 1},
+    "experts of short blocks": {"first_k_dense_replace": 0, "moe_intermediate_size": 192, "num_layers": 1},
     "direct queries, biases": {"q_lora_rank": None, "attention_bias": True, "num_layers": 1},
     "deepseek_v2": {"model_type": "deepseek_v2"},
     "odd sizes": {"hidden_size": 131, "intermediate_size": 259, "num_layers": 1},
@@ -81,7 +83,7 @@ def test_modules_that_stay_are_ordinary_products(tmp_path: Path) -> None:
         assert np.abs(found - expected).max() <= 2e-4
 
 
-@pytest.mark.parametrize("kind", ["dense", "experts"])
+@pytest.mark.parametrize("kind", ["dense", "experts", "experts of short blocks"])
 def test_a_bfloat16_network_is_as_exact_as_transformers(tmp_path: Path, kind: str) -> None:
     """Products of FP8 weights are rounded once, and the weights never: better than to round them to bfloat16."""
     checkpoint, network = make(tmp_path, kind, DType.BFLOAT16)
@@ -95,16 +97,27 @@ def test_a_bfloat16_network_is_as_exact_as_transformers(tmp_path: Path, kind: st
         assert 0 < relative_error(found, expected) < 1.5 * relative_error(rounded, expected)
 
 
-def test_each_scale_matters(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "module", "order"),
+    [
+        ("dense", r"mlp\.down_proj", (slice(None), [0, 2, 1])),
+        ("experts of short blocks", r"mlp\.experts\.\d+\.down_proj", (slice(None), [1, 0])),
+        ("experts of short blocks", r"mlp\.experts\.\d+\.up_proj", ([1, 0], slice(None))),
+        ("experts of short blocks", r"mlp\.experts\.\d+\.gate_proj", ([1, 0], slice(None))),
+    ],
+)
+def test_each_scale_matters(tmp_path: Path, kind: str, module: str, order: tuple[Any, Any]) -> None:
     """Otherwise agreement with transformers would say little about where scales are applied."""
-    checkpoint, network = make(tmp_path, "dense")
+    checkpoint, network = make(tmp_path, kind)
     plain = run(checkpoint, network, "onnxruntime")[0]
-    again = make_checkpoint(tmp_path / "other", **SIZES, num_layers=1)
+    arguments: dict[str, Any] = SIZES | KINDS[kind]
+    again = make_checkpoint(tmp_path / "other", **arguments)
 
     def swap(tensors: dict[str, torch.Tensor]) -> None:
-        name = "model.layers.0.mlp.down_proj.weight_scale_inv"
-        assert tensors[name].shape == (2, 3)
-        tensors[name] = tensors[name][:, [0, 2, 1]].clone()
+        names = [name for name in tensors if re.fullmatch(rf"model\.layers\.0\.{module}\.weight_scale_inv", name)]
+        assert names
+        for name in names:
+            tensors[name] = tensors[name][order].clone()
 
     changed = run(quantize_checkpoint(again, edit=swap), network, "onnxruntime")[0]
     assert np.abs(changed - plain).max() > 100 * 2e-4
@@ -115,8 +128,9 @@ def test_operations_are_counted(tmp_path: Path) -> None:
     nodes = [node for node in network.model().graph.node if node.domain == DOMAIN]
     assert len(nodes) == count_operations(network.spec, network.plugin, num_layers=2) == 2 * 4 + 1 + 14
     assert len({node.name for node in nodes}) == len(nodes)
-    names = {node.name for node in nodes if node.op_type == "BlockScaledMatMul"}
+    names = {node.name for node in nodes if node.op_type.startswith("BlockScaled")}
     assert "layers.0/kv_a_proj_with_mqa/BlockScaledMatMul" in names
+    assert "layers.1/BlockScaledRoutedExperts" in names
 
 
 def test_a_network_is_not_that_of_another_quantisation(tmp_path: Path) -> None:

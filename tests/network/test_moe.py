@@ -11,9 +11,11 @@ import onnxruntime
 import pytest
 import torch
 from onnx.reference import ReferenceEvaluator
-from transformers import DeepseekV2Config, DeepseekV3Config
+from transformers import DeepseekV2Config, DeepseekV3Config, LongcatFlashConfig, Mistral4Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashTopkRouter
+from transformers.models.mistral4.modeling_mistral4 import Mistral4TopkRouter
 
 from tests.network.ort_network import OrtNetwork
 from tests.support.hf import HfCheckpoint, ModelType, make_checkpoint
@@ -23,6 +25,7 @@ from trtllm_mla.checkpoint.spec import ModelSpec
 from trtllm_mla.dtypes import DType
 from trtllm_mla.network.builder import NetworkBuilder
 from trtllm_mla.network.moe import route
+from trtllm_mla.runtime.executors import interpreter
 
 HIDDEN = 24
 
@@ -44,26 +47,39 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "v3-groups": {"n_group": 4, "topk_group": 2, "n_routed_experts": 12, "num_experts_per_tok": 5},
     "v3-groups-of-two": {"n_group": 6, "topk_group": 2, "n_routed_experts": 12, "num_experts_per_tok": 3},
     "v3-not-normalised": {"n_group": 4, "topk_group": 2, "n_routed_experts": 12, "norm_topk_prob": False},
+    "mistral-groups": {
+        "n_group": 4,
+        "topk_group": 2,
+        "n_routed_experts": 12,
+        "routed_scaling_factor": 1.5,
+        # The default makes queries grow with the position, which a router alone has no input for.
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+    "longcat": {"n_routed_experts": 9, "zero_expert_num": 5, "num_experts_per_tok": 4, "routed_scaling_factor": 3.0},
 }
+# A router's name begins with one of these.
+VERSIONS: dict[str, tuple[str, Any, Any]] = {
+    "v2": ("deepseek_v2", DeepseekV2Config, DeepseekV2TopkRouter),
+    "v3": ("deepseek_v3", DeepseekV3Config, DeepseekV3TopkRouter),
+    "mistral": ("mistral4", Mistral4Config, Mistral4TopkRouter),
+    "longcat": ("longcat_flash", LongcatFlashConfig, LongcatFlashTopkRouter),
+}
+RUNTIMES = ["onnxruntime", "interpreter"]
 
 
 class Router:
-    """A router of transformers, and the same in a graph, run by ONNX Runtime or ONNX's reference evaluator."""
+    """A router of transformers, and the same in a graph, run as the executors of the CPU do."""
 
     def __init__(self, name: str, dtype: DType = DType.FLOAT32, runtime: str = "onnxruntime") -> None:
         values = {"hidden_size": HIDDEN, "num_experts_per_tok": 3, "num_attention_heads": 4} | ROUTERS[name]
         values["num_key_value_heads"] = 4
-        version = "v2" if name.startswith("v2") else "v3"
-        self.version = version
-        config_class, router_class = {
-            "v2": (DeepseekV2Config, DeepseekV2TopkRouter),
-            "v3": (DeepseekV3Config, DeepseekV3TopkRouter),
-        }[version]
+        model_type, config_class, router_class = VERSIONS[name.partition("-")[0]]
         self.hf: Any = router_class(config_class(**values))
-        architecture = get_architecture(f"deepseek_{version}", source="test")
+        architecture = get_architecture(model_type, source="test")
         spec: ModelSpec = architecture.model_spec(values, None, source="config.json")
         assert spec.moe is not None
         self.moe = spec.moe
+        self.experts = spec.moe.num_experts + spec.moe.num_identity_experts
         net = NetworkBuilder(spec, dtype, CacheDType.of(dtype), (1.0,), absorption=False, context_passes=1)
         hidden_TE = net._builder.input("hidden", dtype.onnx, ["rows", HIDDEN])
         for value, output in zip(route(net, "gate", spec.moe, hidden_TE), ("ids", "weights"), strict=True):
@@ -73,23 +89,29 @@ class Router:
             model.graph.inputs.remove(value)
         proto = onnx_ir.to_proto(model)
         self.dtype = dtype
-        if runtime == "reference":
-            self._run = ReferenceEvaluator(proto).run
+        if runtime == "interpreter":
+            operators = [interpreter._fp32_operator(*item) for item in interpreter._FP32_FUNCTIONS.items()]
+            self._run = ReferenceEvaluator(proto, new_ops=operators).run
         else:
             self._run = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"]).run
 
     def set(self, weight: np.ndarray[Any, Any], bias: np.ndarray[Any, Any] | None = None) -> None:
-        """Sets the weight [experts, hidden] and, of V3, the bias [experts]."""
-        self.hf.weight.data = torch.from_numpy(weight.astype(np.float32))
-        if self.version == "v3":
+        """Sets the weight [experts, hidden] and, where there is one, the bias [experts]."""
+        self._linear.weight.data = torch.from_numpy(weight.astype(np.float32))
+        if self.moe.correction_bias:
             self.hf.e_score_correction_bias = torch.from_numpy(
                 np.zeros(len(weight), np.float32) if bias is None else bias.astype(np.float32)
             )
 
+    @property
+    def _linear(self) -> Any:
+        """The module that holds the weight."""
+        return getattr(self.hf, "classifier", self.hf)
+
     def ours(self, hidden: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Expert numbers and weights, each row in the order of the numbers."""
-        inputs = {"hidden": hidden.astype(self.dtype.numpy), "gate.weight": self.hf.weight.detach().numpy()}
-        if self.version == "v3":
+        inputs = {"hidden": hidden.astype(self.dtype.numpy), "gate.weight": self._linear.weight.detach().numpy()}
+        if self.moe.correction_bias:
             inputs["gate.e_score_correction_bias"] = self.hf.e_score_correction_bias.numpy()
         ids, weights = self._run(["ids", "weights"], inputs)
         assert ids.dtype == np.int32
@@ -120,12 +142,13 @@ def generator() -> np.random.Generator:
     return np.random.default_rng(5)
 
 
-@pytest.mark.parametrize("runtime", ["onnxruntime", "reference"])
+@pytest.mark.parametrize("runtime", RUNTIMES)
 @pytest.mark.parametrize("name", list(ROUTERS))
 def test_experts_and_weights_of_transformers(name: str, runtime: str, generator: np.random.Generator) -> None:
     router = Router(name, runtime=runtime)
-    experts = router.moe.num_experts
-    router.set(generator.standard_normal((experts, HIDDEN)), generator.normal(0, 0.3, experts))
+    # Scores of a softmax are smaller: about 1 / experts.
+    spread = 0.3 if router.moe.scoring_func == "sigmoid" else 0.03
+    router.set(generator.standard_normal((router.experts, HIDDEN)), generator.normal(0, spread, router.experts))
     hidden = generator.standard_normal((300, HIDDEN))
     ids = assert_same(router, hidden)
     assert len(np.unique(ids)) > 2 * router.moe.top_k
@@ -146,7 +169,7 @@ def test_groups_and_bias_matter(name: str, generator: np.random.Generator) -> No
     assert (ids != np.sort(np.argsort(-scores, axis=1)[:, : router.moe.top_k], axis=1)).any(axis=1).mean() > 0.2
     groups = ids // (router.moe.num_experts // router.moe.n_group)
     assert all(len(np.unique(row)) <= router.moe.topk_group for row in groups)
-    if router.version == "v3":
+    if router.moe.correction_bias:
         router.set(weight)
         assert (router.ours(hidden)[0] != ids).any(axis=1).mean() > 0.2
 
@@ -171,11 +194,11 @@ def test_a_float16_network_routes_in_float32(name: str, generator: np.random.Gen
 def _clear_rows(logits: np.ndarray[Any, Any], router: Router, tolerance: float = 4e-7) -> np.ndarray[Any, Any]:
     """Rows no two of whose scores, or of whose groups' scores, are closer than fp32 arithmetic is exact."""
     scores = 1 / (1 + np.exp(-logits))
-    if router.version == "v2":
+    if router.moe.scoring_func == "softmax":
         scores = np.exp(logits - logits.max(axis=1, keepdims=True))
         scores /= scores.sum(axis=1, keepdims=True)
     of_group = np.sort(scores.reshape(len(scores), router.moe.n_group, -1), axis=2)
-    group_scores = of_group[:, :, -1 if router.version == "v2" else -2 :].sum(axis=2)
+    group_scores = of_group[:, :, -2 if router.moe.topk_method == "noaux_tc" else -1 :].sum(axis=2)
 
     def clear(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         gaps = np.diff(np.sort(values, axis=1), axis=1).min(axis=1, initial=np.inf)
@@ -194,13 +217,13 @@ class TestTies:
         padded: np.ndarray[Any, Any] = np.pad(logits.T, ((0, 0), (0, HIDDEN - len(logits))))
         return padded
 
-    @pytest.mark.parametrize("runtime", ["onnxruntime", "reference"])
-    @pytest.mark.parametrize("name", ["v2-greedy", "v3-one-group"])
+    @pytest.mark.parametrize("runtime", RUNTIMES)
+    @pytest.mark.parametrize("name", ["v2-greedy", "v3-one-group", "longcat"])
     def test_equal_scores_inside_the_choice_are_all_chosen(
         self, name: str, runtime: str, generator: np.random.Generator
     ) -> None:
         router = Router(name, runtime=runtime)
-        top_k, experts = router.moe.top_k, router.moe.num_experts
+        top_k, experts = router.moe.top_k, router.experts
         logits = generator.uniform(-1, 0, (HIDDEN, experts)).astype(np.float32)
         for row in logits:
             row[generator.choice(experts, top_k, replace=False)] = 0.5
@@ -208,14 +231,14 @@ class TestTies:
         ids = assert_same(router, np.eye(HIDDEN))
         np.testing.assert_array_equal(np.take_along_axis(logits, ids, 1), 0.5)
 
-    @pytest.mark.parametrize("runtime", ["onnxruntime", "reference"])
-    @pytest.mark.parametrize("name", ["v2-greedy", "v2-160", "v3-one-group", "v3-256"])
+    @pytest.mark.parametrize("runtime", RUNTIMES)
+    @pytest.mark.parametrize("name", ["v2-greedy", "v2-160", "v3-one-group", "v3-256", "mistral-groups", "longcat"])
     def test_of_equal_scores_at_the_edge_the_first_experts_are_chosen(
         self, name: str, runtime: str, generator: np.random.Generator
     ) -> None:
         """PyTorch leaves open which it takes; the weights are the same whatever it takes."""
         router = Router(name, runtime=runtime)
-        top_k, experts = router.moe.top_k, router.moe.num_experts
+        top_k, experts = router.moe.top_k, router.experts
         logits = np.full((HIDDEN, experts), 0.25, np.float32)
         best = generator.integers(0, experts, HIDDEN)
         logits[np.arange(HIDDEN), best] = 1.0
@@ -236,7 +259,7 @@ class TestTies:
         _, expected = router.theirs(np.eye(HIDDEN))
         np.testing.assert_allclose(np.sort(weights, axis=1), np.sort(expected, axis=1), rtol=1e-6)
 
-    @pytest.mark.parametrize("runtime", ["onnxruntime", "reference"])
+    @pytest.mark.parametrize("runtime", RUNTIMES)
     def test_the_bias_decides_between_equal_scores(self, runtime: str, generator: np.random.Generator) -> None:
         router = Router("v3-groups", runtime=runtime)
         router.set(np.zeros((12, HIDDEN)), generator.normal(0, 0.3, 12))
@@ -244,12 +267,72 @@ class TestTies:
         assert_same(router, np.eye(HIDDEN))
         np.testing.assert_allclose(weights, 2.5 / 5, rtol=1e-6)
 
+    @pytest.mark.parametrize("runtime", RUNTIMES)
+    @pytest.mark.parametrize("name", ["v3-groups", "v3-one-group", "v3-256"])
+    def test_biases_one_unit_in_the_last_place_apart(
+        self, name: str, runtime: str, generator: np.random.Generator
+    ) -> None:
+        """Scores of 1/2 and biases that add to them exactly: all three see the same numbers, 2^-24 apart."""
+        router = Router(name, runtime=runtime)
+        groups, clear = router.moe.n_group, 0
+        # The sum of two scores, which groups are chosen by, is beyond 1, where numbers are 2^-23 apart.
+        unit = 2.0**-23 if router.moe.group_limited else 2.0**-24
+        for _ in range(100):
+            bias = unit * generator.permutation(router.experts)
+            of_group = np.sort(bias.reshape(groups, -1), axis=1)[:, -2:].sum(axis=1)
+            if len(np.unique(of_group)) < groups:
+                continue  # equal groups, of which PyTorch may take any
+            clear += 1
+            assert (np.float32(0.5) + bias.astype(np.float32) == 0.5 + bias).all()
+            router.set(np.zeros((router.experts, HIDDEN)), bias)
+            assert_same(router, np.eye(2, HIDDEN))
+        assert clear > 10
+
+    @pytest.mark.parametrize("runtime", RUNTIMES)
+    @pytest.mark.parametrize("name", ["v2-greedy", "v3-one-group", "longcat"])
+    def test_logits_one_unit_in_the_last_place_apart(
+        self, name: str, runtime: str, generator: np.random.Generator
+    ) -> None:
+        """Functions of a score differ by as much, so that any of these experts is right: but no other is."""
+        router = Router(name, runtime=runtime)
+        steps = np.stack([generator.permutation(router.experts) for _ in range(HIDDEN)]) % 3
+        logits = np.full(steps.shape, 0.5, np.float32)
+        for step in (1, 2):
+            logits[steps >= step] = np.nextafter(logits[steps >= step], np.float32(1))
+        favourites = steps == 2
+        logits[favourites] += np.float32(0.25)
+        router.set(self.weight(logits))
+        assert (favourites.sum(axis=1) <= router.moe.top_k).all()
+        ids, weights = router.ours(np.eye(HIDDEN))
+        for row, favourite in zip(ids, favourites, strict=True):
+            assert set(np.flatnonzero(favourite)) <= set(row.tolist())
+        _, expected = router.theirs(np.eye(HIDDEN))
+        np.testing.assert_allclose(np.sort(weights, axis=1), np.sort(expected, axis=1), rtol=2e-6)
+
+    @pytest.mark.parametrize("runtime", RUNTIMES)
+    @pytest.mark.parametrize("name", ["v2-groups", "v2-160", "v3-groups", "v3-256", "mistral-groups"])
+    def test_equal_groups(self, name: str, runtime: str, generator: np.random.Generator) -> None:
+        """Groups that are copies of each other: those with the lowest numbers are taken, and the weights agree."""
+        router = Router(name, runtime=runtime)
+        groups, chosen = router.moe.n_group, router.moe.topk_group
+        size = router.experts // groups
+        logits = np.tile(generator.uniform(-1, 1, (HIDDEN, size)), groups).astype(np.float32)
+        router.set(self.weight(logits), np.tile(generator.normal(0, 0.1, size), groups))
+        ids, weights = router.ours(np.eye(HIDDEN))
+        assert ids.max() < chosen * size
+        _, expected = router.theirs(np.eye(HIDDEN))
+        np.testing.assert_allclose(np.sort(weights, axis=1), np.sort(expected, axis=1), rtol=2e-6)
+
+    @pytest.mark.parametrize("runtime", RUNTIMES)
     @pytest.mark.parametrize("gap", [1e-5, 1e-3])
-    @pytest.mark.parametrize("name", ["v2-greedy", "v2-groups", "v2-160", "v3-one-group", "v3-groups", "v3-256"])
-    def test_near_ties(self, name: str, gap: float, generator: np.random.Generator) -> None:
+    @pytest.mark.parametrize(
+        "name",
+        ["v2-greedy", "v2-groups", "v2-160", "v3-one-group", "v3-groups", "v3-256", "mistral-groups", "longcat"],
+    )
+    def test_near_ties(self, name: str, gap: float, runtime: str, generator: np.random.Generator) -> None:
         """Logits 1e-5 apart, a few units of fp32 in the scores, are told apart as transformers does."""
-        router = Router(name)
-        logits = 0.5 + gap * np.stack([generator.permutation(router.moe.num_experts) for _ in range(HIDDEN)])
+        router = Router(name, runtime=runtime)
+        logits = 0.5 + gap * np.stack([generator.permutation(router.experts) for _ in range(HIDDEN)])
         logits = logits.astype(np.float32)
         router.set(self.weight(logits))
         clear = _clear_rows(logits.astype(np.float64), router)
@@ -257,14 +340,15 @@ class TestTies:
         assert_same(router, np.eye(HIDDEN)[clear])
 
     @pytest.mark.parametrize("logit", [-80.0, -30.0, 0.0, 30.0, 80.0])
+    @pytest.mark.parametrize("runtime", RUNTIMES)
     @pytest.mark.parametrize("name", ["v2-greedy", "v3-one-group"])
-    def test_extreme_logits(self, name: str, logit: float) -> None:
+    def test_extreme_logits(self, name: str, logit: float, runtime: str) -> None:
         """Scores near 0 and 1 are exact relative to themselves, which the weights depend on."""
-        router = Router(name)
+        router = Router(name, runtime=runtime)
         top_k, experts = router.moe.top_k, router.moe.num_experts
         logits = logit - np.arange(experts, dtype=np.float32)[None] / 4
         router.set(self.weight(logits))
-        if router.version == "v3" and logit > 0:
+        if router.moe.correction_bias and logit > 0:
             # Scores that are 1 in fp32 are equal.
             router.set(self.weight(logits), -np.arange(experts) / 8)
         ids, weights = router.ours(np.eye(1, HIDDEN))

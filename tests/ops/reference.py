@@ -241,8 +241,33 @@ def routed_experts(
     return output
 
 
+def block_scaled_routed_experts(
+    hidden: Tensor,
+    gate_up_proj: Tensor,
+    gate_up_scale: Tensor,
+    down_proj: Tensor,
+    down_scale: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    *,
+    first_expert: int,
+) -> Tensor:
+    """Returns the output: that of experts whose gate, up and down projections are dequantised one by one."""
+    gate, up = (
+        dequantize_weight(codes, scale)
+        for codes, scale in zip(gate_up_proj.chunk(2, dim=1), gate_up_scale.chunk(2, dim=1), strict=True)
+    )
+    weights = (torch.cat([gate, up], dim=1), dequantize_weight(down_proj, down_scale))
+    return routed_experts(hidden, *weights, expert_ids, expert_weights, first_expert=first_expert)
+
+
 def block_scaled_mat_mul(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """Returns the output. Scales are repeated over their blocks, the last of which may be cut off."""
-    out_features, in_features = weight.shape
-    scales = scale.double().repeat_interleave(128, 0)[:out_features].repeat_interleave(128, 1)[:, :in_features]
-    return x.double() @ (weight.view(torch.float8_e4m3fn).double() * scales).T
+    """Returns the output."""
+    return x.double() @ dequantize_weight(weight, scale).T
+
+
+def dequantize_weight(codes: Tensor, scale: Tensor) -> Tensor:
+    """FP8 weights [..., rows, columns]. Scales are repeated over their blocks, the last of which may be cut off."""
+    rows, columns = codes.shape[-2:]
+    scales = scale.double().repeat_interleave(128, -2)[..., :rows, :].repeat_interleave(128, -1)[..., :columns]
+    return codes.view(torch.float8_e4m3fn).double() * scales

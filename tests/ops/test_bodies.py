@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from tests.ops import reference
+from tests.ops.block_scaled_routed_experts.test_kernels import dequantized
+from tests.ops.block_scaled_routed_experts.test_kernels import make_inputs as block_scaled_experts_inputs
 from tests.ops.checks import TOLERANCE, as_cache_dtype, relative_error
 from tests.support.ort import from_ort, to_ort, torch_dtype
 from trtllm_mla.cache_rows import CacheDType
@@ -31,6 +33,7 @@ ATTRIBUTES: dict[str, dict[str, Attribute]] = {
     "ContextAttention": {"softmax_scale": SCALE, "causal": 1},
     "RoutedExperts": {"first_expert": 2},
     "BlockScaledMatMul": {},
+    "BlockScaledRoutedExperts": {"first_expert": 2},
 }
 # Sizes fixed when an engine is built.
 STATIC = {
@@ -46,6 +49,9 @@ STATIC = {
     "hidden_size": 100,
     "intermediate_size": 52,
     "gate_up_size": 104,
+    "hidden_blocks": 1,
+    "intermediate_blocks": 1,
+    "gate_up_blocks": 2,
     "in_features": 200,
     "out_features": 300,
     "scale_rows": 3,
@@ -374,6 +380,52 @@ def test_routed_experts(dtype: DType, ids: list[list[int]]) -> None:
     assert (found[(expected == 0).all(dim=1)] == 0).all()
     if ids:
         assert relative_error(found, expected) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "hidden_size", "intermediate_size"),
+    [
+        (DType.FLOAT32, 140, 131),
+        (DType.FLOAT32, 128, 192),
+        (DType.FLOAT32, 3, 2),
+        (DType.FLOAT16, 140, 131),
+        (DType.FLOAT16, 128, 192),
+    ],
+)
+@pytest.mark.parametrize(
+    "ids",
+    [
+        pytest.param([], id="no tokens"),
+        pytest.param([[3, 4]], id="one token"),
+        pytest.param([[2, 3], [4, 4], [1, 3], [-(2**31), 2**31 - 1], [9, 2]], id="ids outside, an expert twice"),
+    ],
+)
+def test_block_scaled_routed_experts(
+    dtype: DType, hidden_size: int, intermediate_size: int, ids: list[list[int]]
+) -> None:
+    """Codes and scales of experts that were not chosen are NaN. In fp32 it has the bits of dequantised weights."""
+    expert_ids = torch.tensor(ids, dtype=torch.int32).reshape(len(ids), 2)
+    inputs = block_scaled_experts_inputs(
+        expert_ids,
+        dtype,
+        experts=5,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        first_expert=2,
+    )
+    (found,) = run_body(
+        "BlockScaledRoutedExperts", list(inputs.values()), model_dtype=dtype, cache_dtype=DType.FLOAT32
+    )
+    expected = reference.block_scaled_routed_experts(**inputs, first_expert=2)
+    assert (found.dtype, found.shape) == (torch_dtype(dtype), (len(ids), hidden_size))
+    assert torch.isfinite(found).all()
+    assert (found[(expected == 0).all(dim=1)] == 0).all()
+    if ids:
+        assert relative_error(found, expected) <= TOLERANCE[dtype]
+    if dtype is DType.FLOAT32:
+        same = list(dequantized(inputs, dtype).values())
+        (plain,) = run_body("RoutedExperts", same, model_dtype=dtype, cache_dtype=DType.FLOAT32)
+        assert torch.equal(found, plain)
 
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.FLOAT16])

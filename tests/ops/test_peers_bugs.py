@@ -99,6 +99,8 @@ from tests.ops.append_latent.test_kernels import make_inputs as append_inputs
 from tests.ops.append_latent.test_plan import PROBLEM as APPEND_PROBLEM
 from tests.ops.block_scaled_mat_mul.test_kernels import make_inputs as linear_inputs
 from tests.ops.block_scaled_mat_mul.test_plan import PROBLEM as LINEAR_PROBLEM
+from tests.ops.block_scaled_routed_experts.test_kernels import make_inputs as block_scaled_experts_inputs
+from tests.ops.block_scaled_routed_experts.test_plan import PROBLEM as BLOCK_SCALED_EXPERTS_PROBLEM
 from tests.ops.checks import LOG_SUM_EXP_TOLERANCE, TOLERANCE, as_cache_dtype, check_plan, interpret, relative_error
 from tests.ops.context_attention.test_kernels import attend as attend_context
 from tests.ops.context_attention.test_kernels import make_inputs as context_inputs
@@ -123,6 +125,7 @@ from tests.ops.routed_experts.test_plan import PROBLEM as EXPERTS_PROBLEM
 from trtllm_mla.dtypes import DType
 from trtllm_mla.ops import OPS
 from trtllm_mla.ops.append_latent import APPEND_LATENT
+from trtllm_mla.ops.block_scaled_routed_experts import BLOCK_SCALED_ROUTED_EXPERTS
 from trtllm_mla.ops.context_attention import CONTEXT_ATTENTION
 from trtllm_mla.ops.definition import Attribute, OpDefinition, Problem
 from trtllm_mla.ops.gather_latent import GATHER_LATENT
@@ -147,6 +150,7 @@ PROBLEMS = {
     "ContextAttention": CONTEXT_PROBLEM,
     "RoutedExperts": EXPERTS_PROBLEM,
     "BlockScaledMatMul": LINEAR_PROBLEM,
+    "BlockScaledRoutedExperts": BLOCK_SCALED_EXPERTS_PROBLEM,
 }
 
 Tensors = dict[str, torch.Tensor]
@@ -433,6 +437,37 @@ class TestAddressesBeyond32Bits:
         expected = expected_of_last_token(tensors, first_expert=experts - 1)
         assert relative_error(tensors["output"][-1:], expected) <= TOLERANCE[DTYPE]
 
+    def test_block_scaled_routed_experts_find_their_weights(self, run_programs: RunPrograms) -> None:
+        """The last of 2^20 + 1 experts, chosen by the second of two tokens."""
+        experts, hidden_size, intermediate_size = 2**20 + 1, 128, 64
+        last = block_scaled_experts_inputs(
+            [[0]], DTYPE, experts=1, hidden_size=hidden_size, intermediate_size=intermediate_size
+        )
+        tensors = {
+            "hidden": random(2, hidden_size),
+            "expert_ids": int32(0, experts - 1).view(2, 1),
+            "expert_weights": torch.tensor([[1.0], [0.7]]),
+            "output": torch.zeros(2, hidden_size, dtype=torch.bfloat16),
+            "num_blocks": int32(1),
+            "block_expert": int32(experts - 1),
+            "block_slots": int32(1, *[-1] * 15),
+            "gated": torch.zeros(2, intermediate_size, dtype=torch.bfloat16),
+            "partial": torch.zeros(2, 128),
+        }
+        weights = ("gate_up_proj", "gate_up_scale", "down_proj", "down_scale")
+        for name in weights:
+            tensors[name] = untouched(experts, *last[name].shape[1:], dtype=last[name].dtype)
+            tensors[name][-1] = last[name][0]
+        op = BLOCK_SCALED_ROUTED_EXPERTS
+        _, gate_up, down, weighted_sum = routed_experts_launches(tensors, first_expert=0, op=op)
+        run_programs(gate_up, [(0, 0, 0)], tensors)
+        # Two row blocks take turns.
+        run_programs(down, [(0, 0, 0), (2, 0, 0)], tensors)
+        run_programs(weighted_sum, [(1, 0, 0)], tensors)
+        chosen = {name: tensors[name][-1:] for name in (*weights, "hidden", "expert_ids", "expert_weights")}
+        expected = reference.block_scaled_routed_experts(**chosen, first_expert=experts - 1)
+        assert relative_error(tensors["output"][-1:], expected) <= TOLERANCE[DTYPE]
+
     def test_routed_experts_find_their_tokens(self, run_programs: RunPrograms) -> None:
         """The last of 2^25 + 1 tokens, the only one with an expert here; its row block stands first."""
         tokens, hidden_size, intermediate_size = 2**25 + 1, 256, 128
@@ -461,9 +496,8 @@ class TestAddressesBeyond32Bits:
         assert relative_error(tensors["output"][-1:], expected) <= TOLERANCE[DTYPE]
 
 
-def routed_experts_launches(tensors: Tensors, *, first_expert: int) -> list[Launch]:
+def routed_experts_launches(tensors: Tensors, *, first_expert: int, op: OpDefinition = ROUTED_EXPERTS) -> list[Launch]:
     """The launches, with tensors, named as the kernels' parameters, in place of parts of the workspace."""
-    op = ROUTED_EXPERTS
     dims = op.resolve_dims({tensor.name: tuple(tensors[tensor.name].shape) for tensor in op.inputs})
     problem = Problem(dims, {"first_expert": first_expert}, DTYPE, as_cache_dtype(DTYPE), TARGETS["sm_90"], 16, 2)
     launches = []
@@ -533,7 +567,7 @@ def test_merge_of_empty_parts() -> None:
 def test_no_program_waits_for_another(op: OpDefinition) -> None:
     """Programs share no memory that one writes and another reads: no atomics, barriers, or clusters of blocks."""
     for variant in op.variants(PROBLEMS[op.name]):
-        source = Path(jit_kernel(op.name, variant.kernel).fn.__code__.co_filename).read_text()
+        source = Path(jit_kernel(variant.op, variant.kernel).fn.__code__.co_filename).read_text()
         assert f"def {variant.kernel}(" in source
         assert not re.search(r"\btl\.(atomic|debug_barrier)", source)
         assembled = re.findall(r"\btl\.inline_asm\w*\(\s*\"(\w+)", source)
@@ -607,6 +641,7 @@ LARGE_STEPS: dict[str, dict[str, int]] = {
     "ContextAttention": {"tokens": 20_000, "requests": 20_000, "longest_query": 1, "keys": 10**6},
     "RoutedExperts": {"tokens": 200_000},
     "BlockScaledMatMul": {"rows": 200_000},
+    "BlockScaledRoutedExperts": {"tokens": 200_000},
 }
 
 
@@ -694,6 +729,7 @@ INPUTS: dict[str, Callable[[], Tensors]] = {
     "ContextAttention": lambda: context_inputs([(5, 9), (3, 3)], DTYPE),
     "RoutedExperts": lambda: experts_inputs([[0, 4], [3, 0], [2, 6]], DTYPE),
     "BlockScaledMatMul": lambda: linear_inputs(3, 130, 140, DTYPE),
+    "BlockScaledRoutedExperts": lambda: block_scaled_experts_inputs([[0, 4], [3, 0], [2, 6]], DTYPE),
 }
 ATTRIBUTES: dict[str, dict[str, Attribute]] = {
     "AppendLatent": {"rope_interleave": 1, "latent_scale": 1.0},
@@ -702,6 +738,7 @@ ATTRIBUTES: dict[str, dict[str, Attribute]] = {
     "ContextAttention": {"softmax_scale": SCALE, "causal": 1},
     "RoutedExperts": {"first_expert": 0},
     "BlockScaledMatMul": {},
+    "BlockScaledRoutedExperts": {"first_expert": 0},
 }
 # Kernels never see these: their shapes say how long the longest request is.
 SHAPE_CARRIERS = {"query_index", "key_index"}

@@ -58,6 +58,11 @@ class QuantizationConfig(StrictModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         size, scheme = self.weight_block_size, self.activation_scheme
+        if size is None:
+            raise ValueError(
+                f"weight_block_size: found null, which is one scale for a whole tensor, expected "
+                f"{[FP8_BLOCK_SIZE] * 2}. Convert the checkpoint to bfloat16 first"
+            )
         if not isinstance(size, list | tuple) or list(size) != [FP8_BLOCK_SIZE] * 2:
             raise ValueError(f"weight_block_size: found {size!r:.80}, expected {[FP8_BLOCK_SIZE] * 2}")
         if scheme is not None and scheme.lower() != "dynamic":
@@ -74,10 +79,16 @@ class QuantizationConfig(StrictModel):
         return Fp8Spec(tuple(excluded or ()))
 
 
-def scale_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Shape of the scales of a weight [rows, columns]."""
-    rows, columns = shape
-    return -(-rows // FP8_BLOCK_SIZE), -(-columns // FP8_BLOCK_SIZE)
+def scale_shape(shape: tuple[int, ...], *, parts: int = 1) -> tuple[int, ...]:
+    """Shape of the scales of weights.
+
+    Args:
+        shape: Shape of the weights: [..., rows, columns].
+        parts: Equal parts of the rows that are divided into blocks by themselves.
+    """
+    *leading, rows, columns = shape
+    row_blocks, column_blocks = (-(-size // FP8_BLOCK_SIZE) for size in (rows // parts, columns))
+    return *leading, parts * row_blocks, column_blocks
 
 
 def first_nan(codes: np.ndarray[Any, Any]) -> tuple[int, ...] | None:

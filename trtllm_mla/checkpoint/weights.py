@@ -182,33 +182,32 @@ class HeadRowsSource(StrictModel):
         return tensor.reshape(self.shape[0], self.rows_per_head, self.shape[2])[:, self.start : self.stop]
 
 
-class ExpertsSource(StrictModel):
-    """Projections of all experts, stacked.
+class StackedExperts(StrictModel):
+    """What sources of all experts' tensors have in common.
 
     A tensor, ``{prefix}{expert}.{projection}``, is [rows, columns]; the result is
     [experts, projections * rows, columns]: of each expert all projections, one below the other.
 
     Attributes:
-        kind: Tells the sources apart.
         prefix: What stands before an expert's number in the names of its tensors.
         projections: What stands behind it and a dot.
         shape: Shape of the result.
-        dtype: Type that it is bound in; None is the network's.
-        block_scaled: Whether the tensors are E4M3 with scales, and dequantised when they are bound.
     """
 
-    kind: Literal["experts"] = "experts"
     prefix: Name
     projections: Annotated[tuple[Name, ...], Field(min_length=1, max_length=2)]
     shape: tuple[Annotated[int, Field(gt=0, le=MAX_EXPERTS, strict=True)], Size, Size]
-    dtype: DType | None = None
-    block_scaled: Annotated[bool, Field(strict=True)] = False
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.shape[1] % len(self.projections):
             raise ValueError(f"shape: found {self.shape[1]} rows an expert for {len(self.projections)} projections")
         return self
+
+    @property
+    def block_scaled(self) -> bool:
+        """Whether the tensors are E4M3 with scales, and the result is not."""
+        return False
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -233,6 +232,33 @@ class ExpertsSource(StrictModel):
     def take(self, tensor: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """The part of the result that comes from a tensor, as a view of it."""
         return tensor
+
+
+class ExpertsSource(StackedExperts):
+    """Tensors of all experts, stacked.
+
+    Attributes:
+        kind: Tells the sources apart.
+        dtype: Type that they are bound in; None is the network's.
+    """
+
+    kind: Literal["experts"] = "experts"
+    dtype: DType | None = None
+
+
+class Fp8ExpertsSource(StackedExperts):
+    """Tensors of E4M3 numbers of all experts, stacked and bound as bytes. Their scales are bound apart.
+
+    Attributes:
+        kind: Tells the sources apart.
+    """
+
+    kind: Literal["fp8_experts"] = "fp8_experts"
+
+    @property
+    def dtype(self) -> ByteDType:
+        """Type that they are bound in."""
+        return ByteDType.INT8
 
 
 class SkipSuffix(StrictModel):
@@ -292,6 +318,7 @@ class SkipLayers(StrictModel):
         first: First layer.
         stop: Layer behind the last, or None.
         marker: If given, only layers that hold this tensor (named relative to the layer).
+        prefix: What the names of all layers' tensors start with, if anything.
         reason: Why.
     """
 
@@ -299,14 +326,16 @@ class SkipLayers(StrictModel):
     first: Index
     stop: Index | None = None
     marker: Name | None = None
+    prefix: Name | None = None
     reason: Reason
 
     def applies(self, name: str, names: Mapping[str, object]) -> bool:
         """Whether a checkpoint's tensor, one of ``names``, falls under the rule."""
-        match = _LAYER.match(name)
+        prefix = self.prefix or ""
+        match = _LAYER.match(name, len(prefix)) if name.startswith(prefix) else None
         if match is None or int(match[1]) < self.first or (self.stop is not None and int(match[1]) >= self.stop):
             return False
-        return self.marker is None or match[0] + self.marker in names
+        return self.marker is None or prefix + match[0] + self.marker in names
 
 
 class SkipEqual(StrictModel):
@@ -322,7 +351,7 @@ class SkipEqual(StrictModel):
         return name == self.tensor
 
 
-Source = TensorSource | Fp8Source | HeadRowsSource | ExpertsSource
+Source = TensorSource | Fp8Source | HeadRowsSource | ExpertsSource | Fp8ExpertsSource
 SkipRule = SkipSuffix | SkipPrefix | SkipExperts | SkipZeros | SkipLayers | SkipEqual
 
 
@@ -413,7 +442,7 @@ def build_weight_map(spec: ModelSpec, num_layers: int | None = None) -> WeightMa
         elif expert[1] not in stacked:
             stacked[expert[1]] = is_fp8
             source_prefix = tensor.removesuffix(name.removeprefix(expert[1]))
-            weights |= _stacked_experts(expert[1], source_prefix, spec.moe, spec.hidden_size, block_scaled=is_fp8)
+            weights |= _stacked_experts(expert[1], source_prefix, spec.moe, spec.hidden_size, is_fp8=is_fp8)
         elif stacked[expert[1]] is not is_fp8:
             raise UserError(
                 f"modules_to_not_convert: found only some of the projections {expert[1]}*, expected all or none of a "
@@ -421,9 +450,14 @@ def build_weight_map(spec: ModelSpec, num_layers: int | None = None) -> WeightMa
             )
 
     skipped: list[SkipRule] = [SkipSuffix(suffix=".rotary_emb.inv_freq", reason="computed from the config")]
+    skipped += [SkipPrefix(prefix=part, reason="not part of the language model") for part in architecture.other_parts]
+    prefix = architecture.tensor_prefix or None
     if layers < spec.num_hidden_layers:
-        skipped.append(SkipLayers(first=layers // sublayers, stop=stop, reason=f"the network has {layers} layers"))
-    skipped.append(SkipLayers(first=stop, marker=architecture.mtp_marker, reason="multi-token prediction layer"))
+        reason = f"the network has {layers} layers"
+        skipped.append(SkipLayers(first=layers // sublayers, stop=stop, prefix=prefix, reason=reason))
+    skipped.append(
+        SkipLayers(first=stop, marker=architecture.mtp_marker, prefix=prefix, reason="multi-token prediction layer")
+    )
     if architecture.mtp_prefix is not None:
         skipped.append(SkipPrefix(prefix=architecture.mtp_prefix, reason="multi-token prediction layer"))
     if spec.moe is not None and spec.moe.num_identity_experts:
@@ -435,7 +469,8 @@ def build_weight_map(spec: ModelSpec, num_layers: int | None = None) -> WeightMa
             SkipZeros(suffix=".mlp.gate.e_score_correction_bias", reason="experts are chosen without a bias")
         )
     if spec.tie_word_embeddings:
-        skipped.append(SkipEqual(tensor=HEAD, equals=EMBEDDING, reason="the head is tied to the embedding"))
+        head, embedding = architecture.tensor_name(HEAD), architecture.tensor_name(EMBEDDING)
+        skipped.append(SkipEqual(tensor=head, equals=embedding, reason="the head is tied to the embedding"))
     return WeightMap(weights=weights, skipped=tuple(skipped))
 
 
@@ -457,22 +492,29 @@ def _up_projections(name: str, tensor: str, spec: ModelSpec, *, block_scaled: bo
 
 
 def _stacked_experts(
-    prefix: str, source_prefix: str, moe: MoeSpec, hidden_size: int, *, block_scaled: bool
+    prefix: str, source_prefix: str, moe: MoeSpec, hidden_size: int, *, is_fp8: bool
 ) -> dict[str, Source]:
-    """The experts of a layer as two inputs: rows of the gate and of the up projection, and the down projection."""
+    """The experts of a layer as two inputs: rows of the gate and of the up projection, and the down projection.
+
+    Behind each comes an input of its scales, where it is FP8.
+    """
     gate_up = (moe.num_experts, 2 * moe.intermediate_size, hidden_size)
     down = (moe.num_experts, hidden_size, moe.intermediate_size)
-    return {
-        f"{prefix}gate_up_proj": ExpertsSource(
-            prefix=source_prefix,
-            projections=("gate_proj.weight", "up_proj.weight"),
-            shape=gate_up,
-            block_scaled=block_scaled,
-        ),
-        f"{prefix}down_proj": ExpertsSource(
-            prefix=source_prefix, projections=("down_proj.weight",), shape=down, block_scaled=block_scaled
-        ),
-    }
+    weights: dict[str, Source] = {}
+    for name, projections, shape in (
+        (f"{prefix}gate_up_proj", ("gate_proj.weight", "up_proj.weight"), gate_up),
+        (f"{prefix}down_proj", ("down_proj.weight",), down),
+    ):
+        if not is_fp8:
+            weights[name] = ExpertsSource(prefix=source_prefix, projections=projections, shape=shape)
+            continue
+        weights[name] = Fp8ExpertsSource(prefix=source_prefix, projections=projections, shape=shape)
+        scales = tuple(projection + SCALE_SUFFIX for projection in projections)
+        experts, rows, columns = scale_shape(shape, parts=len(projections))
+        weights[name + SCALE_SUFFIX] = ExpertsSource(
+            prefix=source_prefix, projections=scales, shape=(experts, rows, columns), dtype=DType.FLOAT32
+        )
+    return weights
 
 
 def fp8_inputs(spec: ModelSpec, num_layers: int | None = None) -> frozenset[str]:
@@ -485,7 +527,7 @@ def fp8_inputs(spec: ModelSpec, num_layers: int | None = None) -> frozenset[str]
     if spec.quantization is None:
         return frozenset()
     weights = build_weight_map(spec, num_layers).weights
-    return frozenset(name for name, source in weights.items() if isinstance(source, Fp8Source))
+    return frozenset(name for name, source in weights.items() if source.dtype is ByteDType.INT8)
 
 
 def check_checkpoint(weight_map: WeightMap, checkpoint: Checkpoint) -> dict[str, str]:
@@ -580,7 +622,7 @@ def _refuse(path: Path, problem: str, names: Iterable[str]) -> None:
 
 
 def _reads_fp8(source: Source) -> bool:
-    return source.block_scaled or isinstance(source, Fp8Source)
+    return source.block_scaled or source.dtype is ByteDType.INT8
 
 
 def _coverage_problem(sources: list[Source]) -> str | None:

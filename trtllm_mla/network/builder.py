@@ -101,6 +101,19 @@ class NetworkBuilder:
             self._weights[name] = self._builder.input(name, (dtype or default).onnx, shape)
         return self._weights[name]
 
+    def weight_and_scales(self, name: str, *shape: int, parts: int = 1) -> list[Tensor]:
+        """A weight, and after it its scales where it is FP8.
+
+        Args:
+            name: Its name, as in the weight map.
+            *shape: Its shape.
+            parts: Equal parts of its rows that are divided into blocks by themselves.
+        """
+        weight = self.weight(name, *shape)
+        if name not in self._fp8_inputs:
+            return [weight]
+        return [weight, self.weight(name + SCALE_SUFFIX, *scale_shape(shape, parts=parts), dtype=DType.FLOAT32)]
+
     def output(self, value: Tensor, name: str) -> None:
         """Makes a value an output of the network."""
         self._builder.add_output(value, name)
@@ -121,13 +134,11 @@ class NetworkBuilder:
         Gemm reads the weight in the checkpoint's layout: no runtime keeps or makes a transposed copy. An FP8 weight is
         multiplied by BlockScaledMatMul, which reads it so too.
         """
-        weight = self.weight(f"{name}.weight", out_features, in_features)
+        weight, *scales = self.weight_and_scales(f"{name}.weight", out_features, in_features)
         biases = [self.weight(f"{name}.bias", out_features)] if bias else []
-        if f"{name}.weight" in self._fp8_inputs:
-            rows, columns = scale_shape((out_features, in_features))
-            scale = self.weight(f"{name}.weight{SCALE_SUFFIX}", rows, columns, dtype=DType.FLOAT32)
+        if scales:
             scope = name.rpartition(".")[2]
-            (product,) = self.scoped(scope, NetworkBuilder.mla_op, "BlockScaledMatMul", x, weight, scale)
+            (product,) = self.scoped(scope, NetworkBuilder.mla_op, "BlockScaledMatMul", x, weight, *scales)
             return self.op.Add(product, *biases) if biases else product
         return self.op.Gemm(x, weight, *biases, transB=1, _name=self._node_name(name.rpartition(".")[2]))
 

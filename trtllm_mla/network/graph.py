@@ -70,7 +70,9 @@ def count_operations(spec: ModelSpec, plugin: MlaPluginConfig, *, num_layers: in
     attention = num_layers * operations_per_layer(
         absorption=plugin.enable_matrix_absorption, context_passes=plugin.max_context_passes
     )
-    return attention + spec.num_moe_layers(num_layers) + len(fp8_inputs(spec, num_layers))
+    # A linear layer's weight is called so; a layer's experts have one operation, whatever their type.
+    linear = sum(name.endswith(".weight") for name in fp8_inputs(spec, num_layers))
+    return attention + spec.num_moe_layers(num_layers) + linear
 
 
 def strip_plugin_attributes(model: onnx_ir.Model) -> None:

@@ -26,15 +26,12 @@ def mixture_of_experts(net: NetworkBuilder, layer: int, moe: MoeSpec, hidden_TE:
     """The experts of one layer, from the normalised residual stream to what is added to it: [T, E]."""
     hidden, prefix = net.spec.hidden_size, f"model.layers.{layer}.mlp"
     expert_ids_TK, expert_weights_TK = route(net, f"{prefix}.gate", moe, hidden_TE)
-    (output_TE,) = net.mla_op(
-        "RoutedExperts",
-        hidden_TE,
-        net.weight(f"{prefix}.experts.gate_up_proj", moe.num_experts, 2 * moe.intermediate_size, hidden),
-        net.weight(f"{prefix}.experts.down_proj", moe.num_experts, hidden, moe.intermediate_size),
-        expert_ids_TK,
-        expert_weights_TK,
-        first_expert=0,
+    gate_up = net.weight_and_scales(
+        f"{prefix}.experts.gate_up_proj", moe.num_experts, 2 * moe.intermediate_size, hidden, parts=2
     )
+    down = net.weight_and_scales(f"{prefix}.experts.down_proj", moe.num_experts, hidden, moe.intermediate_size)
+    name = "RoutedExperts" if len(gate_up) == 1 else "BlockScaledRoutedExperts"
+    (output_TE,) = net.mla_op(name, hidden_TE, *gate_up, *down, expert_ids_TK, expert_weights_TK, first_expert=0)
     if moe.num_identity_experts:
         output_TE = net.op.Add(output_TE, _identity_experts(net, moe, hidden_TE, expert_ids_TK, expert_weights_TK))
     if moe.shared_intermediate_size:

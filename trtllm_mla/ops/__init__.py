@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 from trtllm_mla.ops.append_latent import APPEND_LATENT
 from trtllm_mla.ops.block_scaled_mat_mul import BLOCK_SCALED_MAT_MUL
+from trtllm_mla.ops.block_scaled_routed_experts import BLOCK_SCALED_ROUTED_EXPERTS
 from trtllm_mla.ops.context_attention import CONTEXT_ATTENTION
 from trtllm_mla.ops.definition import DOMAIN, VERSION, OpDefinition
 from trtllm_mla.ops.gather_latent import GATHER_LATENT
@@ -22,6 +23,7 @@ OPS = MappingProxyType(
             CONTEXT_ATTENTION,
             ROUTED_EXPERTS,
             BLOCK_SCALED_MAT_MUL,
+            BLOCK_SCALED_ROUTED_EXPERTS,
         )
     }
 )

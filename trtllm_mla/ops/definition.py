@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from trtllm_mla.cache_rows import CacheDType, RowLayout
 from trtllm_mla.dtypes import DType
+from trtllm_mla.ops.expression import maximum
 from trtllm_mla.ops.plan import KernelVariant, LaunchPlan
 from trtllm_mla.targets import Target
 
@@ -129,7 +130,7 @@ class OpDefinition:
                 )
             for axis, (dim, size) in enumerate(zip(tensor.dims, shape, strict=True)):
                 name, offset = split_dim(dim)
-                expected = offset if name is None else dims.setdefault(name, max(size - offset, 0)) + offset
+                expected = offset if name is None else dims.setdefault(name, maximum(size - offset, 0)) + offset
                 if size != expected:
                     raise ValueError(
                         f"{self.name}: input '{tensor.name}': found {size} on axis {axis}, expected {dim} = {expected}"

@@ -1,6 +1,6 @@
 """Device functions that the operations' kernels share.
 
-They hide two gaps of Triton's interpreter (3.9), which keeps bfloat16 as 16-bit integers: its ``tl.dot`` multiplies
+Most hide two gaps of Triton's interpreter (3.9), which keeps bfloat16 as 16-bit integers: its ``tl.dot`` multiplies
 those integers, and its conversion from fp32 cuts bits off instead of rounding to the nearest value. A kernel therefore
 multiplies with ``dot`` or ``add_scores``, widens with ``widen`` and narrows with ``narrow``. It does not store fp32
 values through a bfloat16 pointer, which would convert behind the scenes. Compiled, ``widen`` and ``narrow`` are plain
@@ -60,3 +60,17 @@ def narrow(x, dtype: tl.constexpr, INTERPRET: tl.constexpr):
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         return tl.where(x == x, rounded, 0x7FFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return x.to(dtype)
+
+
+@triton.jit
+def tile_of(index, row_blocks, column_blocks, GROUP_BLOCKS: tl.constexpr):
+    """Row block and column block of a tile of a product.
+
+    GROUP_BLOCKS row blocks go through the column blocks together, row blocks fastest: programs that run at the same
+    time share the rows of few blocks, and weights.
+    """
+    in_group = GROUP_BLOCKS * column_blocks
+    first = index // in_group * GROUP_BLOCKS
+    group_rows = tl.minimum(row_blocks - first, GROUP_BLOCKS)
+    index = index % in_group
+    return first + index % group_rows, index // group_rows

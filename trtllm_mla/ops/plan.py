@@ -2,15 +2,22 @@
 
 A plan holds integers, floats and names only, so it can be executed by the interpreter, by a plugin that launches
 cubins, or be written to a file.
+
+The function that makes an operation's plan is also run on sizes that are not known yet (``ops/expression.py``), to
+find what it does for all of them. It therefore has ``minimum``, ``maximum`` and ``repeat`` where it could have
+``min``, ``max`` and a ``for`` loop over such sizes; decisions by comparisons are followed as they are.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import cast
 
 from trtllm_mla.cache_rows import CacheDType, RowLayout
+from trtllm_mla.ops.expression import is_known
 
 WORKSPACE_ALIGNMENT = 256
 MAX_INT32 = 2**31 - 1
@@ -124,6 +131,34 @@ class LaunchPlan:
 
     launches: tuple[Launch, ...]
     workspace_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """Launches that are repeated a number of times that is not known yet. Only traced plans have any.
+
+    Attributes:
+        stop: Where repetitions end.
+        step: How far they are apart.
+        launches: Makes the launches of the repetition at a number.
+    """
+
+    stop: int
+    step: int
+    launches: Callable[[int], Sequence[Launch]]
+
+
+def repeat(stop: int, step: int, launches: Callable[[int], Sequence[Launch]]) -> tuple[Launch, ...]:
+    """The launches for 0, ``step``, 2 * ``step``, ... below ``stop``, one after the other.
+
+    Args:
+        stop: Where repetitions end.
+        step: How far they are apart, at least 1.
+        launches: Makes the launches for a number.
+    """
+    if is_known(stop) and is_known(step):
+        return tuple(launch for number in range(0, stop, step) for launch in launches(number))
+    return (cast("Launch", Repetition(stop, step, launches)),)
 
 
 class WorkspaceLayout:

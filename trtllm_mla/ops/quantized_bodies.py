@@ -1,4 +1,4 @@
-"""Parts of the ONNX function bodies that make and read quantised cache rows.
+"""Parts of the ONNX function bodies that make and read quantised cache rows, and read FP8 weights.
 
 ``trtllm_mla.ops.row_codec`` states the arithmetic. Neither TensorRT nor ONNX has an operator that reinterprets bits,
 and TensorRT has none for bits at all, so bytes are made and read with exact arithmetic: comparisons, products with
@@ -18,7 +18,8 @@ import ml_dtypes
 import numpy as np
 
 from trtllm_mla.cache_rows import CacheDType
-from trtllm_mla.ops.functions import INDEX_MAX, reshape, size
+from trtllm_mla.dtypes import FP8_BLOCK_SIZE
+from trtllm_mla.ops.functions import INDEX_MAX, arange, reshape, size
 from trtllm_mla.ops.row_codec import E2M1_MIDPOINTS, E2M1_VALUES, E4M3_MAX, FP8_SCALE_EXPONENTS, NVFP4_DIVISORS
 
 if TYPE_CHECKING:
@@ -90,6 +91,25 @@ def decode_rows(op: Any, rows_TC: Any, layout: RowLayout) -> tuple[Any, Any]:
     scaled = op.Mul(reshape(op, values_TL, rows, [groups], [group]), op.Unsqueeze(scales_TN, [2]))
     latent_TL = reshape(op, scaled, rows, [layout.kv_lora_rank])
     return latent_TL, _bfloat16_values(op, section(layout.rope_offset, 2 * layout.rope_dim), layout.rope_dim)
+
+
+def dequantize_weight(op: Any, codes: Any, scales: Any, row_blocks: Any) -> Any:
+    """FP8 weights in fp32.
+
+    Args:
+        op: Operator builder.
+        codes: int8 [..., rows, columns], the bytes of E4M3 numbers.
+        scales: fp32 [..., blocks of rows, blocks of columns].
+        row_blocks: The block of each row: int64 [rows].
+    """
+    column_blocks = blocks_of(op, op.Shape(codes, start=-1))
+    scales = op.Gather(op.Gather(scales, row_blocks, axis=-2), column_blocks, axis=-1)
+    return op.Mul(_look_up_byte(op, _E4M3_OF_BYTE, codes), scales)
+
+
+def blocks_of(op: Any, count: Any) -> Any:
+    """The block that each of ``count`` [1] rows or columns of an FP8 weight belongs to: int64 [count]."""
+    return op.Div(arange(op, count), op.Constant(value_ints=[FP8_BLOCK_SIZE]))
 
 
 def _encode_fp8(op: Any, latent_TL: Any, layout: RowLayout) -> tuple[Any, Any]:

@@ -99,9 +99,12 @@ def test_every_tile(tokens: int, block_m: int, dtype: DType) -> None:
 @pytest.mark.parametrize(("hidden_size", "intermediate_size"), [(128, 64), (1, 1), (7, 3), (129, 65), (127, 130)])
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
 def test_tile_edges(hidden_size: int, intermediate_size: int, dtype: DType) -> None:
-    """One column more or less than a tile has, and whole tiles, which are read without masks."""
+    """One column more or less than a tile has, and whole tiles, which are read without masks.
+
+    Several choices of one column might cancel, which no error relative to the result allows for.
+    """
     inputs = make_inputs(
-        choose(9, 2, 4), dtype, experts=4, hidden_size=hidden_size, intermediate_size=intermediate_size
+        choose(9, 1, 4), dtype, experts=4, hidden_size=hidden_size, intermediate_size=intermediate_size
     )
     output = run(inputs, dtype)
     expected = reference.routed_experts(**inputs, first_expert=0)

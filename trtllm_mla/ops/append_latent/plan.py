@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from trtllm_mla.cache_rows import CacheDType
 from trtllm_mla.dtypes import DType
 from trtllm_mla.ops.definition import row_layout
+from trtllm_mla.ops.expression import minimum
 from trtllm_mla.ops.plan import (
     MAX_INT32,
     KernelVariant,
@@ -49,7 +50,7 @@ def plan(problem: Problem) -> LaunchPlan:
         TensorArgument("rotated_q_pe"),
         *((ScalarArgument(problem.attributes["latent_scale"]),) if problem.cache_dtype.is_quantized else ()),
         # Slots are int32: the kernel cannot be asked for a row beyond.
-        ScalarArgument(min(dims["pages"] * dims["page_size"], MAX_INT32)),
+        ScalarArgument(minimum(dims["pages"] * dims["page_size"], MAX_INT32)),
         ScalarArgument(dims["positions"]),
     )
     return LaunchPlan((Launch(variant, (dims["tokens"], 1 + head_blocks, 1), arguments),))

@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
-import numpy as np
-
-from trtllm_mla.dtypes import FP8_BLOCK_SIZE
 from trtllm_mla.ops.definition import Attribute, BodyTypes
-from trtllm_mla.ops.functions import arange, build_body_function, size
+from trtllm_mla.ops.functions import build_body_function, size
+from trtllm_mla.ops.quantized_bodies import blocks_of, dequantize_weight
 
 if TYPE_CHECKING:
     import onnx_ir
 
 # Legend: M rows, N out_features, K in_features, P scale_rows, Q scale_columns
-
-_E4M3_OF_BYTE = np.arange(-128, 128).astype(np.int8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
 
 def build_body(types: BodyTypes, attributes: Mapping[str, Attribute]) -> onnx_ir.Function:
@@ -32,16 +27,9 @@ def build_body(types: BodyTypes, attributes: Mapping[str, Attribute]) -> onnx_ir
     import onnx_ir
 
     def trace(op: Any, x_MK: Any, weight_NK: Any, scale_PQ: Any) -> Any:
-        fp32, int32 = onnx_ir.DataType.FLOAT, onnx_ir.DataType.INT32
-
-        def block_of(axis: int) -> Any:
-            return op.Div(arange(op, size(op, weight_NK, axis)), op.Constant(value_ints=[FP8_BLOCK_SIZE]))
-
-        table = op.Constant(value=onnx_ir.tensor(_E4M3_OF_BYTE))
-        first = op.Constant(value=onnx_ir.tensor(np.array(-128, np.int32)))
-        values_NK = op.Gather(table, op.Sub(op.Cast(weight_NK, to=int32), first))
-        scale_NK = op.Gather(op.Gather(scale_PQ, block_of(0), axis=0), block_of(1), axis=1)
-        output_MN = op.Gemm(op.Cast(x_MK, to=fp32), op.Mul(values_NK, scale_NK), transB=1)
+        fp32 = onnx_ir.DataType.FLOAT
+        weight_fp32_NK = dequantize_weight(op, weight_NK, scale_PQ, blocks_of(op, size(op, weight_NK, 0)))
+        output_MN = op.Gemm(op.Cast(x_MK, to=fp32), weight_fp32_NK, transB=1)
         return op.Cast(output_MN, to=types.model_dtype.onnx)
 
     return build_body_function(

@@ -10,7 +10,8 @@ W words of four codes.
 import triton
 import triton.language as tl
 
-from trtllm_mla.ops.device_functions import dot, narrow, widen
+from trtllm_mla.ops.device_functions import dot, narrow, tile_of
+from trtllm_mla.ops.fp8_weights import decode, load_words, missing_factor
 
 
 @triton.jit
@@ -37,7 +38,7 @@ def multiply(
     The weight is [out_steps * OUT_STEP, in_steps * IN_STEP], so that one kernel serves weights of many sizes and knows
     how they are aligned.
 
-    Programs: parts of in_features times row blocks times column blocks, in the order of ``_tile_of``. ``result`` is
+    Programs: parts of in_features times row blocks times column blocks, in the order of ``tile_of``. ``result`` is
     [parts, rows, out_features], of the model's type, or fp32 where there are several parts.
 
     Arithmetic: codes are decoded exactly, to the model's type; the fp32 sum of a step's products is multiplied by the
@@ -50,7 +51,7 @@ def multiply(
     out_features, in_features = out_steps * OUT_STEP, in_steps * IN_STEP
     row_blocks, column_blocks = tl.cdiv(rows, BLOCK_M), tl.cdiv(out_features, BLOCK_N)
     split = tl.program_id(0) // (row_blocks * column_blocks)
-    block, column = _tile_of(tl.program_id(0) % (row_blocks * column_blocks), row_blocks, column_blocks, GROUP_BLOCKS)
+    block, column = tile_of(tl.program_id(0) % (row_blocks * column_blocks), row_blocks, column_blocks, GROUP_BLOCKS)
     offs_m = block * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = column * BLOCK_N + tl.arange(0, BLOCK_N)
     row_mask, column_mask = offs_m < rows, offs_n < out_features
@@ -63,16 +64,16 @@ def multiply(
     result_NM = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for step in range(begin, end):
         start = step * BLOCK_K
-        words_NW = _load_words(weight_N, column_mask, step, in_steps, IN_STEP, BLOCK_K, OUT_STEP % BLOCK_N == 0)
+        words_NW = load_words(weight_N, column_mask, step, in_steps, IN_STEP, BLOCK_K, OUT_STEP % BLOCK_N == 0)
         offs_k = start + tl.arange(0, BLOCK_K)
         mask = row_mask[:, None]
         if IN_STEP % BLOCK_K != 0:
             mask = mask & (offs_k < in_features)[None, :]
         x_MK = tl.load(x_M[:, None] + offs_k[None, :], mask=mask, other=0.0)
         block_scale = tl.load(scale + start // BLOCK_SIZE)
-        weight_NK = _decode(words_NW, x.dtype.element_ty, INTERPRET)
+        weight_NK = decode(words_NW, x.dtype.element_ty, INTERPRET)
         products_NM = dot(weight_NK, tl.trans(x_MK), tl.zeros((BLOCK_N, BLOCK_M), tl.float32), INTERPRET)
-        result_NM += products_NM * (block_scale * _missing_factor(x.dtype.element_ty))
+        result_NM += products_NM * (block_scale * missing_factor(x.dtype.element_ty))
 
     result += split.to(tl.int64) * rows * out_features
     tl.store(
@@ -104,107 +105,3 @@ def sum_splits(
     for split in range(splits):
         total += tl.load(partial + split * elements + offs, mask=mask, other=0.0)
     tl.store(output + offs, narrow(total, output.dtype.element_ty, INTERPRET), mask=mask)
-
-
-@triton.jit
-def _tile_of(index, row_blocks, column_blocks, GROUP_BLOCKS: tl.constexpr):
-    """Row block and column block of a tile.
-
-    GROUP_BLOCKS row blocks go through the column blocks together, row blocks fastest: programs that run at the same
-    time share weights, and the rows of few blocks.
-    """
-    in_group = GROUP_BLOCKS * column_blocks
-    first = index // in_group * GROUP_BLOCKS
-    group_rows = tl.minimum(row_blocks - first, GROUP_BLOCKS)
-    index = index % in_group
-    return first + index % group_rows, index // group_rows
-
-
-@triton.jit
-def _load_words(rows_N, row_mask, step, steps, STEP: tl.constexpr, BLOCK_K: tl.constexpr, ALL_ROWS: tl.constexpr):
-    """Codes [step * BLOCK_K, (step + 1) * BLOCK_K) of rows, four in an int32; 0 beyond the edges.
-
-    A row has ``steps`` times STEP bytes. With ALL_ROWS there is no row beyond the edge.
-    """
-    W: tl.constexpr = BLOCK_K // 4
-    offs_w = step * W + tl.arange(0, W)
-    if STEP % 4 == 0:
-        words = rows_N.to(tl.pointer_type(tl.int32))[:, None] + offs_w[None, :]
-        if STEP % BLOCK_K == 0 and ALL_ROWS:
-            return tl.load(words)
-        mask = row_mask[:, None]
-        if STEP % BLOCK_K != 0:
-            mask = mask & (offs_w < steps * (STEP // 4))[None, :]
-        return tl.load(words, mask=mask, other=0)
-    words = tl.zeros((rows_N.shape[0], W), tl.int32)
-    for byte in tl.static_range(4):
-        offs_k = 4 * offs_w + byte
-        mask = row_mask[:, None] & (offs_k < steps * STEP)[None, :]
-        codes = tl.load(rows_N[:, None] + offs_k[None, :], mask=mask, other=0)
-        words |= (codes.to(tl.int32) & 0xFF) << (8 * byte)
-    return words
-
-
-@triton.jit
-def _decode(words_NW, dtype: tl.constexpr, INTERPRET: tl.constexpr):
-    """E4M3 numbers [N, 4 * W] in fp32, fp16 or bf16, exactly, but for the factor that ``_missing_factor`` names.
-
-    A code's exponent and mantissa are put where the wider type has its own. What the types' biases differ by is then
-    a power of two, for subnormal numbers too. Fp16 holds the numbers without it; bf16 and fp32 are multiplied by it,
-    since products of numbers so small would be lost.
-    """
-    N: tl.constexpr = words_NW.shape[0]
-    K: tl.constexpr = 4 * words_NW.shape[1]
-    if dtype == tl.float32:
-        # An arithmetic shift leaves the sign where it is.
-        first = _fp32(((words_NW << 24) >> 4) & -0x78100000)
-        second = _fp32(((words_NW << 16) >> 4) & -0x78100000)
-        third = _fp32(((words_NW << 8) >> 4) & -0x78100000)
-        fourth = _fp32((words_NW >> 4) & -0x78100000)
-    else:
-        # Two of the four codes at a time, in the halves of a word: signs to bits 31 and 15, and below them the rest.
-        MASK: tl.constexpr = -0x7FFF8000
-        if dtype == tl.float16:
-            first, third = _halves(((words_NW << 7) & 0x3F803F80) | ((words_NW << 8) & MASK), dtype, INTERPRET)
-            second, fourth = _halves(((words_NW >> 1) & 0x3F803F80) | (words_NW & MASK), dtype, INTERPRET)
-        else:
-            first, third = _halves(((words_NW << 4) & 0x07F007F0) | ((words_NW << 8) & MASK), dtype, INTERPRET)
-            second, fourth = _halves(((words_NW >> 4) & 0x07F007F0) | (words_NW & MASK), dtype, INTERPRET)
-    return tl.reshape(tl.join(tl.join(first, third), tl.join(second, fourth)), [N, K])
-
-
-@triton.jit
-def _missing_factor(dtype: tl.constexpr):
-    """What decoded numbers of a type have to be multiplied by: the biases of fp16 and E4M3 are 15 and 7."""
-    return 256.0 if dtype == tl.float16 else 1.0
-
-
-@triton.jit
-def _halves(words, dtype: tl.constexpr, INTERPRET: tl.constexpr):
-    """The lower and upper halves of words as fp16, or as bf16 times 2^120."""
-    if dtype == tl.bfloat16:
-        if INTERPRET:
-            low = narrow(widen(_half(words, dtype), INTERPRET) * (2.0**120), dtype, INTERPRET)
-            high = narrow(widen(_half(words >> 16, dtype), INTERPRET) * (2.0**120), dtype, INTERPRET)
-            return low, high
-        # Left to the compiler, both halves would be multiplied apart, or in fp32. sm_80 has no product of bf16, and
-        # the sum with -0 changes nothing. 0x7B80 is 2^120.
-        words = tl.inline_asm_elementwise(
-            "fma.rn.bf16x2 $0, $1, $2, $3;",
-            "=r,r,r,r",
-            [words, tl.full(words.shape, 0x7B807B80, tl.int32), tl.full(words.shape, -0x7FFF8000, tl.int32)],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    return _half(words, dtype), _half(words >> 16, dtype)
-
-
-@triton.jit
-def _half(words, dtype: tl.constexpr):
-    return words.to(tl.int16).to(dtype, bitcast=True)
-
-
-@triton.jit
-def _fp32(bits):
-    return bits.to(tl.float32, bitcast=True) * (2.0**120)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trtllm_mla.dtypes import FP8_BLOCK_SIZE, DType
+from trtllm_mla.ops.expression import minimum
 from trtllm_mla.ops.plan import (
     MAX_INT32,
     KernelVariant,
@@ -119,7 +120,7 @@ def max_workspace_bytes(problem: Problem) -> int:
     if dims["in_features"] < 2 * _LEAST_SPLIT or rows == 0:
         return 0
     largest = max(tile.block_m * tile.block_n for tile in tile_choices(problem.model_dtype, problem.target))
-    elements = min(_MAX_SPLITS * rows * dims["out_features"], _most_programs(problem.target) * largest)
+    elements = minimum(_MAX_SPLITS * rows * dims["out_features"], _most_programs(problem.target) * largest)
     layout = WorkspaceLayout()
     layout.reserve("fp32", elements)
     return layout.size
@@ -148,7 +149,7 @@ def choose_split(problem: Problem, tile: Tile) -> Split:
     tiles = _num_tiles(problem, tile)
     if tiles >= problem.target.multiprocessors:
         return Split(1, steps)
-    wanted = min(_most_programs(problem.target) // tiles, steps * tile.block_k // _LEAST_SPLIT, _MAX_SPLITS)
+    wanted = minimum(_most_programs(problem.target) // tiles, steps * tile.block_k // _LEAST_SPLIT, _MAX_SPLITS)
     if wanted < 2 or problem.dims["in_features"] < 2 * _LEAST_SPLIT:
         return Split(1, steps)
     share = ceil_div(steps, wanted)

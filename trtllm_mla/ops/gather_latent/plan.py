@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trtllm_mla.ops.definition import row_layout
+from trtllm_mla.ops.expression import minimum
 from trtllm_mla.ops.plan import (
     MAX_INT32,
     KernelVariant,
@@ -38,7 +39,7 @@ def plan(problem: Problem) -> LaunchPlan:
         *((ScalarArgument(problem.attributes["latent_scale"]),) if problem.cache_dtype.is_quantized else ()),
         ScalarArgument(dims["keys"]),
         # Slots are int32: the kernel cannot be asked for a row beyond.
-        ScalarArgument(min(dims["pages"] * dims["page_size"], MAX_INT32)),
+        ScalarArgument(minimum(dims["pages"] * dims["page_size"], MAX_INT32)),
     )
     return LaunchPlan((Launch(_variant(problem), (ceil_div(dims["keys"], _BLOCK_S), 1, 1), arguments),))
 

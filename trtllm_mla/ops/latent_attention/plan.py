@@ -13,6 +13,7 @@ from trtllm_mla.cache_rows import CacheDType, tile_bytes
 from trtllm_mla.dtypes import DType
 from trtllm_mla.errors import UserError
 from trtllm_mla.ops.definition import row_layout
+from trtllm_mla.ops.expression import maximum, minimum
 from trtllm_mla.ops.plan import (
     KernelVariant,
     Launch,
@@ -92,14 +93,14 @@ def plan(problem: Problem) -> LaunchPlan:
     block_m = _choose_row_block(problem)
     row_blocks = _row_block_count(problem, block_m)
 
-    scale_log2e = ScalarArgument(float(problem.attributes["softmax_scale"]) * math.log2(math.e))
-    latent_scale = ScalarArgument(float(problem.attributes["latent_scale"]))
+    scale_log2e = ScalarArgument(problem.attributes["softmax_scale"] * math.log2(math.e))
+    latent_scale = ScalarArgument(problem.attributes["latent_scale"])
     inputs = tuple(TensorArgument(name) for name in _INPUTS)
     outputs = tuple(TensorArgument(name) for name in _OUTPUTS)
     sizes = tuple(ScalarArgument(dims[name]) for name in _SIZES)
     pieces = _piece_count(problem, block_m, row_blocks)
     target_pieces = _WAVES * _slots(problem, block_m)
-    slots = min(2 * target_pieces, pieces) if pieces > row_blocks else 0
+    slots = minimum(2 * target_pieces, pieces) if pieces > row_blocks else 0
     workspace, partials = _layout(slots * block_m, dims["kv_lora_rank"])
     attend = Launch(
         _attend_variant(problem, block_m),
@@ -117,12 +118,12 @@ def plan(problem: Problem) -> LaunchPlan:
     )
     if slots == 0:
         return LaunchPlan((attend,))
-    split_blocks = min(target_pieces, row_blocks)
+    split_blocks = minimum(target_pieces, row_blocks)
     parts = block_m * ceil_div(dims["kv_lora_rank"], _COMBINE_BLOCK_C)
     programs = ceil_div(_COMBINE_OCCUPANCY * problem.target.multiprocessors, split_blocks)
     combine = Launch(
         _combine_variant(problem),
-        (split_blocks, min(programs, parts), 1),
+        (split_blocks, minimum(programs, parts), 1),
         (
             *partials,
             TensorArgument("sequence_length"),
@@ -159,7 +160,7 @@ def max_workspace_bytes(problem: Problem) -> int:
     for block_m in _row_blocks(problem):
         row_blocks = dims["tokens"] * dims["heads"] // block_m + dims["requests"]
         pieces = _piece_count(problem, block_m, row_blocks)
-        rows = max(rows, min(2 * _WAVES * _slots(problem, block_m), pieces) * block_m)
+        rows = maximum(rows, minimum(2 * _WAVES * _slots(problem, block_m), pieces) * block_m)
     return _layout(rows, dims["kv_lora_rank"])[0].size
 
 
@@ -421,15 +422,15 @@ def _row_block_count(problem: Problem, block_m: int) -> int:
     row_blocks = dims["tokens"] * dims["heads"] // block_m + dims["requests"]
     # A builder may ask with sizes that do not belong together, with fewer queries than tokens.
     if dims["requests"] * dims["longest_query"] >= dims["tokens"]:
-        row_blocks = min(row_blocks, dims["requests"] * ceil_div(dims["longest_query"] * dims["heads"], block_m))
+        row_blocks = minimum(row_blocks, dims["requests"] * ceil_div(dims["longest_query"] * dims["heads"], block_m))
     return row_blocks
 
 
 def _piece_count(problem: Problem, block_m: int, row_blocks: int) -> int:
     """Bound of the pieces of ``row_blocks`` row blocks; as many as these where nothing can be split."""
     tiles = ceil_div(problem.dims["pages_per_request"] * problem.dims["page_size"], problem.tile_s)
-    most = max(1, ceil_div(tiles, _MIN_TILES))
-    return min(row_blocks + _WAVES * _slots(problem, block_m), row_blocks * most)
+    most = maximum(1, ceil_div(tiles, _MIN_TILES))
+    return minimum(row_blocks + _WAVES * _slots(problem, block_m), row_blocks * most)
 
 
 def _layout(rows: int, kv_lora_rank: int) -> tuple[WorkspaceLayout, tuple[WorkspaceArgument, ...]]:

@@ -10,7 +10,7 @@ together. Kernels run one after the other; no program reads what another program
 import triton
 import triton.language as tl
 
-from trtllm_mla.ops.device_functions import dot, narrow
+from trtllm_mla.ops.device_functions import dot, narrow, tile_of
 
 
 @triton.jit
@@ -85,7 +85,7 @@ def gate_up(
 ):
     """Computes ``silu(gate x) * up x`` [slots, INTERMEDIATE_SIZE] for the slots of a row block, BLOCK_N columns.
 
-    Programs: ``row_blocks`` times the column blocks, in the order of ``_tile_of``. Row blocks from ``num_blocks`` on
+    Programs: ``row_blocks`` times the column blocks, in the order of ``tile_of``. Row blocks from ``num_blocks`` on
     do not exist, and end at once.
 
     Arithmetic: both products are fp32, and so is what follows, up to one rounding to the model's type.
@@ -94,7 +94,7 @@ def gate_up(
     (``plan.shared_memory_bytes``), two fp32 accumulators of BLOCK_M * BLOCK_N in registers. Weights are read once for
     each row block, 16 bytes at a time.
     """
-    block, column = _tile_of(row_blocks, tl.cdiv(INTERMEDIATE_SIZE, BLOCK_N), GROUP_BLOCKS)
+    block, column = tile_of(tl.program_id(0), row_blocks, tl.cdiv(INTERMEDIATE_SIZE, BLOCK_N), GROUP_BLOCKS)
     if block >= tl.load(num_blocks):
         return
     expert = tl.load(block_expert + block).to(tl.int64)
@@ -109,9 +109,9 @@ def gate_up(
     gate_MN = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up_MN = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, HIDDEN_SIZE, BLOCK_K):
-        x_MK = _load_columns(x_M, row_mask, start, HIDDEN_SIZE, BLOCK_K, False)
-        gate_NK = _load_columns(gate_N, column_mask, start, HIDDEN_SIZE, BLOCK_K, INTERMEDIATE_SIZE % BLOCK_N == 0)
-        up_NK = _load_columns(up_N, column_mask, start, HIDDEN_SIZE, BLOCK_K, INTERMEDIATE_SIZE % BLOCK_N == 0)
+        x_MK = load_columns(x_M, row_mask, start, HIDDEN_SIZE, BLOCK_K, False)
+        gate_NK = load_columns(gate_N, column_mask, start, HIDDEN_SIZE, BLOCK_K, INTERMEDIATE_SIZE % BLOCK_N == 0)
+        up_NK = load_columns(up_N, column_mask, start, HIDDEN_SIZE, BLOCK_K, INTERMEDIATE_SIZE % BLOCK_N == 0)
         gate_MN = dot(x_MK, tl.trans(gate_NK), gate_MN, INTERPRET)
         up_MN = dot(x_MK, tl.trans(up_NK), up_MN, INTERPRET)
 
@@ -151,7 +151,7 @@ def down(
     tile and one accumulator.
     """
     columns = band_steps * COLUMN_STEP
-    block, column = _tile_of(row_blocks, columns // BLOCK_N, GROUP_BLOCKS)
+    block, column = tile_of(tl.program_id(0), row_blocks, columns // BLOCK_N, GROUP_BLOCKS)
     if block >= tl.load(num_blocks):
         return
     expert = tl.load(block_expert + block).to(tl.int64)
@@ -165,8 +165,8 @@ def down(
     down_N = down_proj + expert * (HIDDEN_SIZE * INTERMEDIATE_SIZE) + offs_n.to(tl.int64) * INTERMEDIATE_SIZE
     partial_MN = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, INTERMEDIATE_SIZE, BLOCK_K):
-        x_MK = _load_columns(x_M, row_mask, start, INTERMEDIATE_SIZE, BLOCK_K, False)
-        down_NK = _load_columns(down_N, column_mask, start, INTERMEDIATE_SIZE, BLOCK_K, HIDDEN_SIZE % BLOCK_N == 0)
+        x_MK = load_columns(x_M, row_mask, start, INTERMEDIATE_SIZE, BLOCK_K, False)
+        down_NK = load_columns(down_N, column_mask, start, INTERMEDIATE_SIZE, BLOCK_K, HIDDEN_SIZE % BLOCK_N == 0)
         partial_MN = dot(x_MK, tl.trans(down_NK), partial_MN, INTERPRET)
 
     rows = partial + slot_M.to(tl.int64) * columns
@@ -223,21 +223,7 @@ def _local_experts(expert_ids, offs_s, slots, first_expert, EXPERTS: tl.constexp
 
 
 @triton.jit
-def _tile_of(row_blocks, column_blocks, GROUP_BLOCKS: tl.constexpr):
-    """Row block and column block of this program.
-
-    GROUP_BLOCKS row blocks go through the column blocks together, row blocks fastest: programs that run at the same
-    time share the rows of few blocks and, as neighbouring row blocks often have one expert, weights.
-    """
-    in_group = GROUP_BLOCKS * column_blocks
-    first = tl.program_id(0) // in_group * GROUP_BLOCKS
-    rows = tl.minimum(row_blocks - first, GROUP_BLOCKS)
-    index = tl.program_id(0) % in_group
-    return first + index % rows, index // rows
-
-
-@triton.jit
-def _load_columns(rows, row_mask, start, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr, ALL_ROWS: tl.constexpr):
+def load_columns(rows, row_mask, start, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr, ALL_ROWS: tl.constexpr):
     """Columns [start, start + BLOCK_K) of rows of WIDTH; zeros where ``row_mask`` is false or the row ends."""
     offs_k = start + tl.arange(0, BLOCK_K)
     if WIDTH % BLOCK_K == 0 and ALL_ROWS:

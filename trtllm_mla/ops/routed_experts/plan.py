@@ -3,14 +3,18 @@
 The last two launches repeat, for bands of the output's columns, where the fp32 results of all slots would take more
 than ``BAND_BYTES``; they would be 1.9 GB for 8192 tokens of DeepSeek-V3. A band reads its own rows of the weights, so
 that none is read more often.
+
+The plan serves every operation of routed experts: they differ in how weights are stored, which ``Products`` says.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trtllm_mla.dtypes import DType
+from trtllm_mla.ops.expression import maximum, minimum
 from trtllm_mla.ops.plan import (
     ITEMSIZES,
     MAX_INT32,
@@ -23,6 +27,7 @@ from trtllm_mla.ops.plan import (
     WorkspaceLayout,
     ceil_div,
     next_power_of_two,
+    repeat,
 )
 from trtllm_mla.targets import KIB
 
@@ -79,18 +84,68 @@ class Tiles:
         return self.gate_up.block_m
 
 
+@dataclass(frozen=True)
+class Products:
+    """The two products of an operation of routed experts: what depends on how weights are stored.
+
+    Attributes:
+        op: Name of the operation, whose kernels are ``gate_up`` and ``down``. The other kernels are RoutedExperts'.
+        gate_up_weights: Name and element type, as in the contract, of the weight inputs that ``gate_up`` reads.
+        down_weights: Those that ``down`` reads.
+        constants: Compile-time parameters of both kernels beside those of RoutedExperts', in front of the tile's.
+        tile_choices: Tiles for ever more slots an expert.
+    """
+
+    op: str
+    gate_up_weights: tuple[tuple[str, str], ...]
+    down_weights: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, int], ...]
+    tile_choices: Callable[[DType, Target], tuple[Tiles, ...]]
+
+    def choose_tiles(self, problem: Problem) -> Tiles:
+        """The smallest tiles that hold an expert's slots if they are spread evenly, or the largest there are."""
+        choices = self.tile_choices(problem.model_dtype, problem.target)
+        slots, experts = _slots(problem), problem.dims["experts"]
+        return next((tiles for tiles in choices if slots <= tiles.block_m * experts), choices[-1])
+
+
 def plan(problem: Problem) -> LaunchPlan:
-    """Plans the launches."""
+    """Plans the launches of RoutedExperts."""
+    return plan_experts(problem, PRODUCTS)
+
+
+def variants(problem: Problem) -> tuple[KernelVariant, ...]:
+    """The variants of all tiles of RoutedExperts."""
+    return experts_variants(problem, PRODUCTS)
+
+
+def max_workspace_bytes(problem: Problem) -> int:
+    """Workspace of RoutedExperts for all numbers of tokens up to the problem's."""
+    return max_experts_workspace_bytes(problem, PRODUCTS)
+
+
+def choose_tiles(problem: Problem) -> Tiles:
+    """The tiles of RoutedExperts."""
+    return PRODUCTS.choose_tiles(problem)
+
+
+def plan_experts(problem: Problem, products: Products) -> LaunchPlan:
+    """Plans the launches of an operation of routed experts.
+
+    Args:
+        problem: The problem.
+        products: The operation's products.
+    """
     dims, tokens, slots = problem.dims, problem.dims["tokens"], _slots(problem)
-    _check(problem)
+    _check(problem, products)
     if slots == 0:
         return LaunchPlan(())
-    tiles = choose_tiles(problem)
+    tiles = products.choose_tiles(problem)
     row_blocks = row_block_bound(slots, dims["experts"], tiles.block_m)
     steps, band = ceil_div(dims["hidden_size"], COLUMN_STEP), _band_steps(problem)
     work = _Workspace.reserve(problem, tiles.block_m, slots * band * COLUMN_STEP)
     first_expert = ScalarArgument(problem.attributes["first_expert"])
-    launches = [
+    first = (
         Launch(
             _sort_slots(problem),
             (dims["experts"], 1, 1),
@@ -103,27 +158,28 @@ def plan(problem: Problem) -> LaunchPlan:
             ),
         ),
         Launch(
-            _gate_up(problem, tiles.gate_up),
+            _gate_up(problem, products, tiles.gate_up),
             (row_blocks * ceil_div(dims["intermediate_size"], tiles.gate_up.block_n), 1, 1),
             (
                 TensorArgument("hidden"),
-                TensorArgument("gate_up_proj"),
+                *(TensorArgument(name) for name, _ in products.gate_up_weights),
                 *work.blocks,
                 work.gated,
                 ScalarArgument(row_blocks),
             ),
         ),
-    ]
-    for first_step in range(0, steps, band):
-        band_steps = min(band, steps - first_step)
+    )
+
+    def band_of(first_step: int) -> tuple[Launch, Launch]:
+        band_steps = minimum(band, steps - first_step)
         columns = (ScalarArgument(first_step), ScalarArgument(band_steps))
-        launches += [
+        return (
             Launch(
-                _down(problem, tiles.down),
+                _down(problem, products, tiles.down),
                 (row_blocks * band_steps * (COLUMN_STEP // tiles.down.block_n), 1, 1),
                 (
                     work.gated,
-                    TensorArgument("down_proj"),
+                    *(TensorArgument(name) for name, _ in products.down_weights),
                     *work.blocks,
                     work.partial,
                     ScalarArgument(row_blocks),
@@ -143,24 +199,25 @@ def plan(problem: Problem) -> LaunchPlan:
                     *columns,
                 ),
             ),
-        ]
-    return LaunchPlan(tuple(launches), work.size)
+        )
+
+    return LaunchPlan((*first, *repeat(steps, band, band_of)), work.size)
 
 
-def variants(problem: Problem) -> tuple[KernelVariant, ...]:
-    """The variants of all tiles."""
-    choices = tile_choices(problem.model_dtype, problem.target)
+def experts_variants(problem: Problem, products: Products) -> tuple[KernelVariant, ...]:
+    """The variants of all tiles of an operation of routed experts."""
+    choices = products.tile_choices(problem.model_dtype, problem.target)
     found = (
         _sort_slots(problem),
-        *(_gate_up(problem, tiles.gate_up) for tiles in choices),
-        *(_down(problem, tiles.down) for tiles in choices),
+        *(_gate_up(problem, products, tiles.gate_up) for tiles in choices),
+        *(_down(problem, products, tiles.down) for tiles in choices),
         _weighted_sum(problem),
     )
     return tuple(dict.fromkeys(found))
 
 
-def max_workspace_bytes(problem: Problem) -> int:
-    """Workspace for all numbers of tokens up to the problem's.
+def max_experts_workspace_bytes(problem: Problem, products: Products) -> int:
+    """Workspace of an operation of routed experts for all numbers of tokens up to the problem's.
 
     All of its parts but the last grow with the tokens. Fewer tokens may make wider bands, of up to ``BAND_BYTES`` or
     one step, whichever is more.
@@ -169,12 +226,13 @@ def max_workspace_bytes(problem: Problem) -> int:
     if slots == 0:
         return 0
     all_columns = ceil_div(problem.dims["hidden_size"], COLUMN_STEP) * COLUMN_STEP
-    widest_band = max(BAND_BYTES // ITEMSIZES["fp32"], slots * COLUMN_STEP)
-    return _Workspace.reserve(problem, choose_tiles(problem).block_m, min(slots * all_columns, widest_band)).size
+    widest_band = maximum(BAND_BYTES // ITEMSIZES["fp32"], slots * COLUMN_STEP)
+    block_m = products.choose_tiles(problem).block_m
+    return _Workspace.reserve(problem, block_m, minimum(slots * all_columns, widest_band)).size
 
 
 def tile_choices(dtype: DType, target: Target) -> tuple[Tiles, ...]:
-    """Tiles for ever more slots an expert.
+    """Tiles of RoutedExperts for ever more slots an expert.
 
     Few slots leave the time to reading weights, for which many small tiles in flight are enough. The largest tiles
     leave shared memory and registers for two programs on a multiprocessor, so that one multiplies while the other
@@ -190,11 +248,13 @@ def tile_choices(dtype: DType, target: Target) -> tuple[Tiles, ...]:
     )
 
 
-def choose_tiles(problem: Problem) -> Tiles:
-    """The smallest tiles that hold an expert's slots if they are spread evenly, or the largest there are."""
-    choices = tile_choices(problem.model_dtype, problem.target)
-    slots, experts = _slots(problem), problem.dims["experts"]
-    return next((tiles for tiles in choices if slots <= tiles.block_m * experts), choices[-1])
+PRODUCTS = Products(
+    op="RoutedExperts",
+    gate_up_weights=(("gate_up_proj", "model"),),
+    down_weights=(("down_proj", "model"),),
+    constants=(),
+    tile_choices=tile_choices,
+)
 
 
 def shared_memory_bytes(tile: Tile, weight_tiles: int, dtype: DType, target: Target) -> int:
@@ -222,7 +282,7 @@ def row_block_bound(slots: int, experts: int, block_m: int) -> int:
     Only the device knows how many slots each expert has. The first slots of n experts need n row blocks, and every
     ``block_m`` of the others at most one more.
     """
-    nonempty = min(experts, slots)
+    nonempty = minimum(experts, slots)
     return nonempty + (slots - nonempty) // block_m
 
 
@@ -257,19 +317,19 @@ class _Workspace:
         return cls(blocks, gated, layout.reserve("fp32", partial_elements), layout.size)
 
 
-def _check(problem: Problem) -> None:
+def _check(problem: Problem, products: Products) -> None:
     dims, first_expert = problem.dims, problem.attributes["first_expert"]
     if dims["gate_up_size"] != 2 * dims["intermediate_size"]:
         raise ValueError(
-            f"RoutedExperts: found gate_up_proj of {dims['gate_up_size']} rows an expert, expected 2 * "
+            f"{products.op}: found gate_up_proj of {dims['gate_up_size']} rows an expert, expected 2 * "
             f"{dims['intermediate_size']}"
         )
     if not 0 <= first_expert <= MAX_INT32 - dims["experts"]:
         raise ValueError(
-            f"RoutedExperts: found first_expert {first_expert} of {dims['experts']} experts, expected int32 ids"
+            f"{products.op}: found first_expert {first_expert} of {dims['experts']} experts, expected int32 ids"
         )
     if _slots(problem) > MAX_INT32 - _BLOCK_S:
-        raise ValueError(f"RoutedExperts: found {dims['tokens']} tokens of {dims['top_k']} choices, expected < 2^31")
+        raise ValueError(f"{products.op}: found {dims['tokens']} tokens of {dims['top_k']} choices, expected < 2^31")
 
 
 def _slots(problem: Problem) -> int:
@@ -279,7 +339,7 @@ def _slots(problem: Problem) -> int:
 def _band_steps(problem: Problem) -> int:
     """Steps of ``COLUMN_STEP`` columns of a band."""
     steps = ceil_div(problem.dims["hidden_size"], COLUMN_STEP)
-    return min(steps, max(1, BAND_BYTES // (_slots(problem) * COLUMN_STEP * ITEMSIZES["fp32"])))
+    return minimum(steps, maximum(1, BAND_BYTES // (_slots(problem) * COLUMN_STEP * ITEMSIZES["fp32"])))
 
 
 def _multiplies_shared(target: Target) -> bool:
@@ -313,14 +373,14 @@ def _sort_slots(problem: Problem) -> KernelVariant:
     )
 
 
-def _gate_up(problem: Problem, tile: Tile) -> KernelVariant:
+def _gate_up(problem: Problem, products: Products, tile: Tile) -> KernelVariant:
     model = problem.model_dtype.triton
     return KernelVariant(
-        op="RoutedExperts",
+        op=products.op,
         kernel="gate_up",
         signature=(
             ("hidden", f"*{model}"),
-            ("gate_up_proj", f"*{model}"),
+            *_weight_parameters(problem, products.gate_up_weights),
             *_BLOCK_PARAMETERS,
             ("gated", f"*{model}"),
             ("row_blocks", "i32"),
@@ -329,6 +389,7 @@ def _gate_up(problem: Problem, tile: Tile) -> KernelVariant:
             ("TOP_K", problem.dims["top_k"]),
             ("HIDDEN_SIZE", problem.dims["hidden_size"]),
             ("INTERMEDIATE_SIZE", problem.dims["intermediate_size"]),
+            *products.constants,
             *_tile_constants(tile),
         ),
         num_warps=tile.num_warps,
@@ -336,14 +397,14 @@ def _gate_up(problem: Problem, tile: Tile) -> KernelVariant:
     )
 
 
-def _down(problem: Problem, tile: Tile) -> KernelVariant:
+def _down(problem: Problem, products: Products, tile: Tile) -> KernelVariant:
     model = problem.model_dtype.triton
     return KernelVariant(
-        op="RoutedExperts",
+        op=products.op,
         kernel="down",
         signature=(
             ("gated", f"*{model}"),
-            ("down_proj", f"*{model}"),
+            *_weight_parameters(problem, products.down_weights),
             *_BLOCK_PARAMETERS,
             ("partial", "*fp32"),
             ("row_blocks", "i32"),
@@ -354,6 +415,7 @@ def _down(problem: Problem, tile: Tile) -> KernelVariant:
             ("HIDDEN_SIZE", problem.dims["hidden_size"]),
             ("INTERMEDIATE_SIZE", problem.dims["intermediate_size"]),
             ("COLUMN_STEP", COLUMN_STEP),
+            *products.constants,
             *_tile_constants(tile),
         ),
         num_warps=tile.num_warps,
@@ -385,6 +447,11 @@ def _weighted_sum(problem: Problem) -> KernelVariant:
         num_warps=4,
         num_stages=1,
     )
+
+
+def _weight_parameters(problem: Problem, weights: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    types = {"model": problem.model_dtype.triton, "int8": "i8", "float32": "fp32"}
+    return tuple((name, f"*{types[element_type]}") for name, element_type in weights)
 
 
 def _tile_constants(tile: Tile) -> tuple[tuple[str, int], ...]:
