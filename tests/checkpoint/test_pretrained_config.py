@@ -309,3 +309,28 @@ def test_not_a_table(values: object) -> None:
 def test_activation_without_a_name() -> None:
     with pytest.raises(ValueError, match="hidden_act"):
         to_pretrained_config(dataclasses.replace(SPEC, hidden_act="gelu"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "field"),
+    [
+        (spec, field)
+        for spec in (SPEC, MOE, SPEC.rope)
+        for field in dataclasses.fields(spec)
+        if type(field.default) in (int, float, bool)
+    ],
+    ids=lambda value: getattr(value, "name", type(value).__name__),
+)
+def test_no_attribute_that_is_off_by_default_is_lost(
+    spec: ModelSpec | MoeSpec | RopeSpec, field: dataclasses.Field[Any]
+) -> None:
+    """Such as one that a new architecture adds: an engine is built from what the config says of it."""
+    value: Any = not field.default if isinstance(field.default, bool) else field.default + 1
+    changed = dataclasses.replace(spec, **{field.name: value})
+    if isinstance(changed, MoeSpec):
+        # Identity experts have no groups, and the shortcut takes pairs of layers.
+        moe = dataclasses.replace(changed, n_group=1, topk_group=1, moe_layer_freq=2)
+        whole = dataclasses.replace(SPEC, num_hidden_layers=60, moe=moe)
+    else:
+        whole = changed if isinstance(changed, ModelSpec) else dataclasses.replace(SPEC, rope=changed)
+    assert from_pretrained_config(to_pretrained_config(whole), source="test") == whole

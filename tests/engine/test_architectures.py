@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engine.models import make_network
+from tests.engine.models import make_network, write_config
 from tests.support.hf import EXPERTS, ONE_GROUP, ROPE_PARAMETERS
 from trtllm_mla.config import BuildConfig
 from trtllm_mla.engine.builder import build
@@ -55,4 +56,28 @@ def test_engine(tmp_path: Path, build_config: BuildConfig, cache_dir: Path, mode
     plugins = count_operations(network.spec, network.plugin, num_layers=network.num_layers)
     assert info.num_plugin_layers == (0 if native else plugins)
     assert info.engine_bytes > 10_000
+    assert report.directory.network.spec == network.spec
+
+
+@pytest.mark.parametrize(
+    ("model_type", "text_type", "architecture"),
+    [
+        ("mistral3", "mistral4", "Mistral3ForConditionalGeneration"),
+        ("kimi_k25", "kimi_k2", "KimiK25ForConditionalGeneration"),
+    ],
+)
+def test_engine_of_a_language_model(
+    tmp_path: Path, build_config: BuildConfig, cache_dir: Path, model_type: str, text_type: str, architecture: str
+) -> None:
+    """One inside a model that also sees."""
+    values = {"model_type": text_type, "first_k_dense_replace": 1, **EXPERTS, **ONE_GROUP}
+    if text_type == "mistral4":
+        values["rope_parameters"] = ROPE_PARAMETERS["mistral"]
+    text = json.loads((write_config(tmp_path / "text", **values) / "config.json").read_text())
+    network = make_network(tmp_path, model_type=model_type, architectures=[architecture], text_config=text)
+    report = build(
+        network.path, tmp_path / "engine", config=build_config, targets=("sm_120",), native=False, cache_dir=cache_dir
+    )
+    plugins = count_operations(network.spec, network.plugin, num_layers=network.num_layers)
+    assert report.directory.info.num_plugin_layers == plugins
     assert report.directory.network.spec == network.spec

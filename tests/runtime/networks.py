@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -109,9 +110,27 @@ def make_network(
     kv_cache_dtype: str = "auto",
     context_passes: int = 1,
 ) -> Network:
-    """The network of one of ``CHECKPOINTS``, whose stored weights are rounded to ``dtype``."""
+    """The network of one of ``CHECKPOINTS``; see ``network_of``."""
+    return network_of(
+        CHECKPOINTS[checkpoint],
+        dtype=dtype,
+        absorption=absorption,
+        kv_cache_dtype=kv_cache_dtype,
+        context_passes=context_passes,
+    )
+
+
+def network_of(
+    checkpoint: Mapping[str, Any],
+    *,
+    dtype: DType = DType.FLOAT32,
+    absorption: bool = True,
+    kv_cache_dtype: str = "auto",
+    context_passes: int = 1,
+) -> Network:
+    """The network of a random checkpoint, whose stored weights are rounded to ``dtype``."""
     with TemporaryDirectory() as directory:
-        path, hf_model = make_checkpoint(Path(directory), dtype=dtype.value, **CHECKPOINTS[checkpoint])
+        path, hf_model = make_checkpoint(Path(directory), dtype=dtype.value, **checkpoint)
         opened = Checkpoint.open(path)
         spec = read_model_spec(opened)
         plugin = MlaPluginConfig(

@@ -17,8 +17,10 @@ ModelType = Literal[
     "deepseek_v3",
     "glm4_moe_lite",
     "kimi_k2",
+    "kimi_k25",
     "longcat_flash",
     "minicpm3",
+    "mistral3",
     "mistral4",
     "sarvam_mla",
     "youtu",
@@ -102,6 +104,9 @@ ARCHITECTURES: dict[ModelType, dict[str, Any]] = {
     "sarvam_mla": {**EXPERTS, **ONE_GROUP, "first_k_dense_replace": 1},
     "youtu": {},
 }
+# Of models that also see: that of their language model.
+ARCHITECTURES["mistral3"] = ARCHITECTURES["mistral4"]
+ARCHITECTURES["kimi_k25"] = ARCHITECTURES["kimi_k2"]
 
 
 class HfCheckpoint(NamedTuple):
@@ -155,6 +160,8 @@ def make_checkpoint(
     """
     from transformers import AutoConfig, AutoModelForCausalLM, Mistral4ForCausalLM
 
+    text_type = {"mistral3": "mistral4", "kimi_k25": "kimi_k2"}.get(model_type, model_type)
+
     values: dict[str, Any] = {
         "vocab_size": 131,
         "hidden_size": 80,
@@ -185,11 +192,13 @@ def make_checkpoint(
         values["num_key_value_heads"] = overrides.get("num_key_value_heads", overrides["num_attention_heads"])
 
     # transformers has no code for kimi_k2: it is deepseek_v3 under another name.
-    config = AutoConfig.for_model("deepseek_v3" if model_type == "kimi_k2" else model_type, **values)
+    config = AutoConfig.for_model("deepseek_v3" if text_type == "kimi_k2" else text_type, **values)
     # The automatic class does not know mistral4, which is part of a model that also sees.
-    make: Any = Mistral4ForCausalLM._from_config if model_type == "mistral4" else AutoModelForCausalLM.from_config
+    make: Any = Mistral4ForCausalLM._from_config if text_type == "mistral4" else AutoModelForCausalLM.from_config
     model: Any = make(config, attn_implementation="eager", experts_implementation="eager")
     _randomise(model, seed)
+    if text_type != model_type:
+        model = _inside_a_model_that_sees(model_type, model)
     if edit is not None:
         edit(model)
     # Only weights are rounded: not the rotary frequencies, which are not stored, nor the routers' biases, which
@@ -203,7 +212,42 @@ def make_checkpoint(
     if model_type == "kimi_k2":
         path = directory / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "kimi_k2"}))
+    if model_type == "kimi_k25":
+        _name_as_released(directory / "model.safetensors")
     return HfCheckpoint(directory, model.eval())
+
+
+def _inside_a_model_that_sees(model_type: ModelType, language_model: Any) -> Any:
+    """A random model of transformers that also sees, with the given language model."""
+    import transformers
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision: dict[str, Any] = {"model_type": "pixtral", **sizes, "head_dim": 16, "image_size": 28, "patch_size": 14}
+    config_class: Any = transformers.Mistral3Config
+    model_class: Any = transformers.Mistral3ForConditionalGeneration
+    if model_type == "kimi_k25":
+        vision = {**sizes, "pos_emb_height": 4, "pos_emb_width": 4}
+        config_class = transformers.Kimi_K25Config
+        model_class = transformers.Kimi_K25ForConditionalGeneration
+    config = language_model.config
+    whole = config_class(
+        text_config=config.to_dict(), vision_config=vision, tie_word_embeddings=config.tie_word_embeddings
+    )
+    model = model_class._from_config(whole, attn_implementation="eager", experts_implementation="eager")
+    model.model.language_model.load_state_dict(language_model.model.state_dict())
+    model.lm_head.load_state_dict(language_model.lm_head.state_dict())
+    return model
+
+
+def _name_as_released(file: Path) -> None:
+    """Undoes how transformers 5.24 saves Kimi's decoder: it names the layers as it does those that see."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = {
+        name.replace("language_model.model.blocks.", "language_model.model.layers."): tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def _randomise(model: nn.Module, seed: int) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.fp8 import quantize_checkpoint
+from tests.support.fp8 import DEEPSEEK_CONFIG, PROJECTIONS, dequantize, quantize, quantize_checkpoint
 from tests.support.hf import make_checkpoint
 from tests.validation.cases import make_case
 from trtllm_mla.checkpoint.architectures import read_model_spec
@@ -197,3 +197,31 @@ def test_fp8_weights_are_dequantised(tmp_path):
     with torch.no_grad():
         expected = checkpoint.model(torch.tensor([[3, 1, 4, 1, 5]])).logits[0].numpy()
     assert np.abs(output.logits - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("table", ["text_config", None])
+def test_fp8_weights_of_a_language_model_inside_another(tmp_path, table):
+    """As transformers' own loading of the dequantised weights; the config may say it for the part or the whole."""
+    path, model = make_checkpoint(tmp_path / "checkpoint", "kimi_k25", rope="yarn", seed=5)
+    plain = tmp_path / "plain"
+    shutil.copytree(path, plain)
+    stored, values = {}, {}
+    for name, tensor in load_file(path / "model.safetensors").items():
+        stored[name] = values[name] = tensor
+        if name.startswith("language_model.") and name.removesuffix(".weight").rpartition(".")[2] in PROJECTIONS:
+            stored[name], stored[f"{name}_scale_inv"] = quantize(tensor)
+            values[name] = dequantize(stored[name], stored[f"{name}_scale_inv"])
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    save_file(values, plain / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    (config if table is None else config[table])["quantization_config"] = DEEPSEEK_CONFIG
+    (path / "config.json").write_text(json.dumps(config))
+
+    spec = read_model_spec(Checkpoint.open(path))
+    assert spec.quantization is not None
+    output = ReferenceModel.load(path, spec).run(TOKENS)
+    loaded = type(model).from_pretrained(plain, attn_implementation="eager")
+    with torch.no_grad():
+        expected, before = (each(torch.tensor([TOKENS])).logits[0].numpy() for each in (loaded, model))
+    assert np.abs(output.logits - expected).max() < 1e-5 * np.abs(expected).max()
+    assert np.abs(before - expected).max() > 1e-3 * np.abs(expected).max()

@@ -64,6 +64,8 @@ def _failed_outputs(report, name):
         ("axk1", {}),
         ("axk1", {"num_layers": 3, "kept_layers": 2}),
         ("longcat_flash", {"num_layers": 4, "kept_layers": 2}),
+        ("mistral3", {"rope": "mistral"}),
+        ("kimi_k25", {"rope": "yarn", "num_layers": 3, "kept_layers": 2}),
     ],
     ids=[
         "yarn",
@@ -82,6 +84,8 @@ def _failed_outputs(report, name):
         "axk1",
         "axk1, fewer layers",
         "longcat_flash, fewer layers",
+        "mistral3",
+        "kimi_k25, fewer layers",
     ],
 )
 def test_right_networks_pass(tmp_path, model_type, values):

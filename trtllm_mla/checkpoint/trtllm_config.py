@@ -215,11 +215,7 @@ def _rotary_scaling(model: LayoutModel, *, source: str) -> dict[str, Any] | None
     rope = model.spec.rope
     if rope.rope_type == "default":
         return None
-    values = parse_config(
-        dict(model.hf_config),
-        get_architecture(model.spec.model_type, source=source).config_class,
-        source=source,
-    ).rope
+    values = get_architecture(model.spec.model_type, source=source).read_config(model.hf_config, source=source).rope
     all_dims = values.mscale_all_dim or 0.0
     mscale = values.mscale if values.mscale and all_dims else 1.0
     computed = yarn_mscale(rope.factor, mscale) / yarn_mscale(rope.factor, all_dims)

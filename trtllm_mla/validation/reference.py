@@ -66,15 +66,15 @@ class ReferenceModel:
                 config = config_class.from_pretrained(checkpoint, **architecture.transformers_config(spec), **source)
                 if alias:
                     config.model_type = alias  # by which the stored tensors are found
-                model_class = transformers.AutoModelForCausalLM
-                if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-                    # The language model of one that also sees: the automatic class knows only the whole.
+                model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+                if model_class is None:
+                    # The automatic classes know language models of those that also see as a part of the whole only.
                     model_class = getattr(transformers, architecture.hf_architectures[0])
                 stored: dict[str, Any] = {"pretrained_model_name_or_path": checkpoint}
                 if spec.quantization is not None:
                     # transformers dequantises only where blocks divide every weight, and wants a package for it.
-                    del config.quantization_config
-                    model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+                    for part in (config, config.get_text_config()):
+                        vars(part).pop("quantization_config", None)
                     stored = {"pretrained_model_name_or_path": None, "state_dict": _dequantized(checkpoint)}
                 loaded: Any = model_class.from_pretrained(
                     **stored,

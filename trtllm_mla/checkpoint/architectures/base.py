@@ -244,6 +244,8 @@ class Architecture:
         sublayers: Layers of this package that make up one of the checkpoint: an attention and an MLP each.
         stacked_experts: Whether the experts' projections are stored one behind the other, as two tensors of a layer.
         transformers_splits_pairs: Whether transformers caches interleaved rotary pairs as first, then second elements.
+        tensor_prefix: What the names of all its tensors start with, where it is a part of a larger model.
+        other_parts: What the names of tensors of that model's other parts start with.
     """
 
     model_type: str
@@ -255,6 +257,20 @@ class Architecture:
     stacked_experts: bool = False
     transformers_model_type: str | None = None
     transformers_splits_pairs: bool = True
+    tensor_prefix: str = ""
+    other_parts: tuple[str, ...] = ()
+
+    def read_config(self, config: Mapping[str, Any], *, source: str) -> HfConfig:
+        """Reads the keys that decide what is computed.
+
+        Args:
+            config: What ``config.json`` holds.
+            source: The config's path, for messages.
+
+        Raises:
+            UserError: A value is unusable or asks for something that is not supported.
+        """
+        return parse_config(dict(config), self.config_class, source=source)
 
     def model_spec(
         self, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None, *, source: str
@@ -270,7 +286,7 @@ class Architecture:
         Raises:
             UserError: A value is unusable or asks for something that is not supported.
         """
-        values = parse_config(dict(config), self.config_class, source=source)
+        values = self.read_config(config, source=source)
         architecture = (values.architectures or self.hf_architectures)[0]
         if architecture not in self.hf_architectures:
             raise UserError(
@@ -323,7 +339,7 @@ class Architecture:
 
     def tensor_name(self, parameter: str) -> str:
         """Name in the checkpoint of what the network calls ``parameter``: the same, but for few architectures."""
-        return parameter
+        return self.tensor_prefix + parameter
 
     def parameters(self, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         """Names, as the network has them, and shapes of a model's parameters.

@@ -39,11 +39,6 @@ REFUSED: dict[str, tuple[str, str]] = {
         "residual streams",
         f"{_INDEXER}; sinks in the softmax; the gate; hyper-connections",
     ),
-    "kimi_k25": (
-        "it is a model that also sees; its language model is the text_config, a deepseek_v3",
-        "a checkpoint of the language model alone: text_config as config.json, and tensor names without the prefix "
-        "'language_model.'",
-    ),
     "kimi_linear": (
         "most layers have linear attention (KDA), and the others no rotary part",
         f"{_LINEAR_ATTENTION}; rows without a rotary key",
@@ -79,8 +74,9 @@ def refusal(model_type: object, config: Mapping[str, Any]) -> str | None:
         if name.endswith("_config") and isinstance(part, dict) and "kv_lora_rank" in part:
             return (
                 f"its language model is the {name!r:.80}, whose model_type is {part.get('model_type')!r:.80}. It "
-                "would take a checkpoint of the language model alone: that table as config.json, and tensor names "
-                "that start with 'model.' and 'lm_head.'."
+                "would take a module that says how its tensors are named, such as that of kimi_k25; or a checkpoint "
+                "of the language model alone: that table as config.json, and tensor names that start with 'model.' "
+                "and 'lm_head.'."
             )
     if "kv_lora_rank" in config:
         return (
