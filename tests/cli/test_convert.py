@@ -3,9 +3,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from trtllm_mla.config import MlaPluginConfig
+from trtllm_mla.network import directory
 
 FULL_SIZE_PLUGIN = "build_configs/flash_mla_decode.json"
 
@@ -131,3 +133,35 @@ def test_a_network_is_replaced_only_if_told_and_other_content_never(command, che
     outcome = command("convert", checkpoint[0], tmp_path, "--overwrite")
     assert outcome.status == 2
     assert "never replaced" in outcome.err
+
+
+def test_progress_tells_the_files_opened_then_the_stages(checkpoint, tmp_path):
+    shards = tmp_path / "sharded"
+    checkpoint[1].save_pretrained(shards, max_shard_size="60KB")
+    count = len(list(shards.glob("*.safetensors")))
+    assert count > 2
+    told = []
+    directory.convert(shards, tmp_path / "network", plugin=MlaPluginConfig(), progress=lambda *now: told.append(now))
+    assert told[:count] == [("Reading headers", number, count) for number in range(1, count + 1)]
+    assert told[count:] == [
+        ("Checking tensors", 0, 2),
+        ("Writing the network", 1, 2),
+        ("Writing the network", 2, 2),
+    ]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_bar_is_drawn_on_a_terminal_only_and_on_standard_error(
+    command, checkpoint, tmp_path, monkeypatch, capsys, terminal
+):
+    shards = tmp_path / "sharded"
+    checkpoint[1].save_pretrained(shards, max_shard_size="60KB")
+    monkeypatch.setattr("trtllm_mla.cli.console.ERR", Console(stderr=True, force_terminal=terminal, width=100))
+    capsys.readouterr()
+    outcome = command("convert", shards, tmp_path / "network")
+    assert outcome.status == 0
+    assert outcome.out.startswith(str(tmp_path / "network"))
+    if terminal:
+        assert "Writing the network" in outcome.err
+    else:
+        assert outcome.err == ""

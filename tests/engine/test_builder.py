@@ -30,7 +30,7 @@ from trtllm_mla.ops import OPS, OpDefinition
 pytest.importorskip("tensorrt_rtx")
 
 # The operations of a layer with a dense feed-forward block whose weights are not FP8.
-DENSE_OPS = {name: op for name, op in OPS.items() if name not in ("RoutedExperts", "BlockScaledMatMul")}
+DENSE_OPS = {name: op for name, op in OPS.items() if not name.startswith(("RoutedExperts", "BlockScaled"))}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -115,6 +115,9 @@ class TestEngine:
         parts = built.parse_seconds + built.kernel_seconds + built.engine_seconds
         assert 0 < parts == pytest.approx(info.build_seconds, abs=0.1)
         assert 50e6 < info.peak_memory_bytes < 8e9
+        # At least the decompressed keys and values of 320 tokens.
+        assert info.activation_bytes is not None
+        assert 320 * 5 * (48 + 40) * 2 < info.activation_bytes < 1e9
         assert built.warnings == ()
 
     def test_every_cache_is_updated_in_place(self, built: BuildReport) -> None:

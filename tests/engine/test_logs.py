@@ -28,6 +28,18 @@ def test_keeps_each_warning_and_error_once(capfd: pytest.CaptureFixture[str]) ->
     assert capfd.readouterr() == ("", "")
 
 
+def test_keeps_the_most_memory_that_an_engine_takes() -> None:
+    backend = load_backend("tensorrt-rtx")
+    severity = trt.ILogger.Severity
+    with capture_logs(backend) as log:
+        assert log.activation_bytes is None
+        for size in (4096, 123456789, 512):
+            trt_logger(backend).log(severity.INFO, f"Total Activation Memory: {size} bytes")
+        trt_logger(backend).log(severity.INFO, "Total Weights Memory: 999999999999 bytes")
+    assert log.activation_bytes == 123456789
+    assert (log.errors, log.warnings) == ([], [])
+
+
 def test_tensorrts_own_messages_arrive(capfd: pytest.CaptureFixture[str]) -> None:
     backend = load_backend("tensorrt-rtx")
     with capture_logs(backend) as log:

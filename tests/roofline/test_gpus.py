@@ -3,6 +3,7 @@ import pytest
 from trtllm_mla.dtypes import DType
 from trtllm_mla.errors import UserError
 from trtllm_mla.roofline.gpus import GPUS, get_gpu
+from trtllm_mla.targets import get_target
 
 # Dense bf16 operations of a multiprocessor in a cycle, fp32 sums, and its fp32 units: from the architectures' papers.
 BF16_PER_CYCLE = {
@@ -25,6 +26,14 @@ def test_peaks_are_multiprocessors_times_clock(gpu):
     # The fp32 peak is stated at a clock up to 15 % higher where tensor cores lower it.
     fp32 = gpu.multiprocessors * gpu.clock_hz * 2 * FP32_UNITS.get(gpu.name, 128)
     assert fp32 * 0.99 < gpu.fp32_flops < fp32 * 1.15
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=lambda gpu: gpu.name)
+def test_targets_are_those_of_the_parts(gpu):
+    target = get_target(gpu.target)
+    assert target.example in {"A100", "H100", "B200", "RTX 3090", "RTX 4090", "RTX 5090"}
+    # Full chips of a generation have up to 1.2 times as many multiprocessors as its common part.
+    assert target.multiprocessors <= gpu.multiprocessors <= 1.2 * target.multiprocessors
 
 
 @pytest.mark.parametrize(("name", "ridge"), [("h100", 295.3), ("h200", 206.1), ("b200", 281.2)])

@@ -282,11 +282,19 @@ def check_grid(spec: ModelSpec, grid: RankGrid, *, source: str) -> None:
     Raises:
         UserError: They cannot; the message has the numbers.
     """
-    size, moe = grid.tp_size, spec.moe
-    if size % grid.moe_ep_size:
+    if grid.tp_size % grid.moe_ep_size:
         raise UserError(
-            f"{source}: found {grid.moe_ep_size} groups of experts for {size} ranks, expected a divisor of {size}."
+            f"{source}: found {grid.moe_ep_size} groups of experts for {grid.tp_size} ranks, expected a divisor of "
+            f"{grid.tp_size}."
         )
+    problem = uneven_split(spec, grid)
+    if problem is not None:
+        raise UserError(f"{source}: found {problem}. Choose a number that divides it.")
+
+
+def uneven_split(spec: ModelSpec, grid: RankGrid) -> str | None:
+    """What of a model ranks cannot share out evenly, in words; None if there is no such thing."""
+    size, moe = grid.tp_size, spec.moe
     split: list[tuple[str, int, int, str]] = [("num_attention_heads", spec.num_attention_heads, size, "ranks")]
     if moe is None or spec.num_moe_layers(spec.num_hidden_layers) < spec.num_hidden_layers:
         split.append(("intermediate_size", spec.intermediate_size, size, "ranks"))
@@ -296,7 +304,5 @@ def check_grid(spec: ModelSpec, grid: RankGrid, *, source: str) -> None:
         split.append(("width of the shared experts", moe.shared_intermediate_size, size, "ranks"))
     for name, value, parts, what in split:
         if value % parts:
-            raise UserError(
-                f"{source}: found {name} {value}, which {parts} {what} cannot share evenly ({value} / {parts} = "
-                f"{value / parts:g}). Choose a number that divides it."
-            )
+            return f"{name} {value}, which {parts} {what} cannot share evenly ({value} / {parts} = {value / parts:g})"
+    return None

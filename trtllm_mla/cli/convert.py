@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trtllm_mla.cli.console import ERR, OUT, print_json
+from trtllm_mla.cli.console import OUT, print_json, progress_bar, stage_bar
 from trtllm_mla.cli.options import CheckpointArgument, JsonFlag, OverwriteOption, PluginConfigOption
 from trtllm_mla.dtypes import DType
 from trtllm_mla.errors import UserError
@@ -109,9 +107,15 @@ def _write_network(
     from trtllm_mla.network.directory import convert as convert_checkpoint
 
     plugin = load_config(plugin_config, PluginConfigFile).mla_plugin if plugin_config else MlaPluginConfig()
-    with ERR.status("Converting"):
+    with stage_bar() as progress:
         network = convert_checkpoint(
-            checkpoint, output_dir, plugin=plugin, dtype=dtype, num_layers=num_layers, overwrite=overwrite
+            checkpoint,
+            output_dir,
+            plugin=plugin,
+            dtype=dtype,
+            num_layers=num_layers,
+            overwrite=overwrite,
+            progress=progress,
         )
     report = {
         "network_dir": str(output_dir),
@@ -141,9 +145,9 @@ def _write_trtllm(
     from trtllm_mla.checkpoint.trtllm_convert import write_trtllm
     from trtllm_mla.checkpoint.trtllm_layout import RankGrid
 
-    with _bar("Reading headers", in_bytes=False) as progress:
+    with progress_bar("Reading headers", in_bytes=False) as progress:
         opened = Checkpoint.open(checkpoint, progress=progress)
-    with _bar("Writing ranks", in_bytes=True) as progress:
+    with progress_bar("Writing ranks", in_bytes=True) as progress:
         done = write_trtllm(
             opened,
             output_dir,
@@ -169,7 +173,7 @@ def _write_trtllm(
 def _read_trtllm(path: Path, output_dir: Path) -> dict[str, Any]:
     from trtllm_mla.checkpoint.trtllm_convert import read_trtllm
 
-    with _bar("Writing shards", in_bytes=True) as progress:
+    with progress_bar("Writing shards", in_bytes=True) as progress:
         done = read_trtllm(path, output_dir, progress=progress)
     report = _describe(done, output_dir)
     summary = (
@@ -196,23 +200,3 @@ def _describe(done: ConversionReport, output_dir: Path) -> dict[str, Any]:
 def _some(names: list[str]) -> str:
     names = sorted(names)
     return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
-
-
-@contextmanager
-def _bar(description: str, *, in_bytes: bool) -> Iterator[Callable[[int, int], None]]:
-    """A bar, on a terminal only, while the block runs; yields what to tell how much is done, and how much there is."""
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    amounts = (DownloadColumn(), TransferSpeedColumn()) if in_bytes else (MofNCompleteColumn(),)
-    columns = (TextColumn("{task.description}"), BarColumn(), *amounts, TimeRemainingColumn())
-    with Progress(*columns, console=ERR, transient=True, disable=not ERR.is_terminal) as progress:
-        task = progress.add_task(description, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -147,6 +147,7 @@ def build(
             engine_bytes=size,
             engine_sha256=digest,
             num_plugin_layers=len(plugins.built),
+            activation_bytes=log.activation_bytes,
             build_seconds=round(built - begin, 3),
             peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             build_config=config,

@@ -55,6 +55,7 @@ class EngineInfo(StrictModel):
         engine_bytes: Size of ``rank0.engine``.
         engine_sha256: Its digest.
         num_plugin_layers: MLA plugins in it.
+        activation_bytes: Memory that TensorRT planned for intermediate values and workspaces, where it said so.
         build_seconds: Time that the build took.
         peak_memory_bytes: Most memory that the building process had, before it wrote the engine.
         build_config: The effective build config; building with it again repeats the build.
@@ -68,6 +69,7 @@ class EngineInfo(StrictModel):
     engine_bytes: _Count
     engine_sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
     num_plugin_layers: _Count
+    activation_bytes: _Count | None = None
     build_seconds: Annotated[float, Field(ge=0)]
     peak_memory_bytes: _Count
     build_config: BuildConfig

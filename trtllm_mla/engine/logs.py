@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ _SHOWN = 3
 # Inlined function bodies repeat the names of their nodes from layer to layer, which does no harm.
 _IGNORED = "already exists, the output tensors of this new instance will not be queryable"
 _MAX_CHARACTERS = 600
+_ACTIVATIONS = re.compile(r"Total Activation Memory: (\d+)")
 
 
 @dataclass
@@ -26,10 +28,13 @@ class LogCapture:
     Attributes:
         errors: Its errors, each once, oldest first.
         warnings: Its warnings, likewise.
+        activation_bytes: Memory that it planned for the intermediate values and workspaces of the engine it built,
+            the most of all targets; None if it has not said.
     """
 
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    activation_bytes: int | None = None
 
     def summary(self) -> str:
         """The first errors in one line."""
@@ -57,7 +62,7 @@ def trt_logger(backend: Backend) -> Any:
         trt = backend.module
 
     class CapturingLogger(trt.ILogger):  # type: ignore[misc]
-        """Keeps warnings and errors."""
+        """Keeps warnings, errors, and the memory that an engine takes."""
 
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
@@ -69,6 +74,8 @@ def trt_logger(backend: Backend) -> Any:
                 trt.ILogger.Severity.ERROR: self.capture.errors,
                 trt.ILogger.Severity.WARNING: self.capture.warnings,
             }
+            if severity == trt.ILogger.Severity.INFO and (planned := _ACTIVATIONS.search(msg)):
+                self.capture.activation_bytes = max(self.capture.activation_bytes or 0, int(planned[1]))
             messages, message = kinds.get(severity), " ".join(msg.split())
             if messages is not None and message not in messages and _IGNORED not in message:
                 messages.append(message)

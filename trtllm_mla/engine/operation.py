@@ -16,6 +16,7 @@ from trtllm_mla.checkpoint.spec import ModelSpec
 from trtllm_mla.config import MlaPluginConfig
 from trtllm_mla.dtypes import DType
 from trtllm_mla.ops.definition import Attribute, OpDefinition, Problem, split_dim
+from trtllm_mla.ops.expression import minimum
 from trtllm_mla.ops.latent_attention.plan import default_tile
 from trtllm_mla.ops.plan import KernelVariant, LaunchPlan
 from trtllm_mla.targets import Target, get_target
@@ -94,8 +95,9 @@ class Operation:
     """An operation, its attributes, and the settings of an engine. It has no state but a memory of results.
 
     Attributes:
-        plan: ``plan(shapes, target, workspace_bytes)`` plans a step; see ``_plan``.
-        workspace_bytes: ``workspace_bytes(max_shapes)`` is the workspace an engine needs; see ``_workspace_bytes``.
+        plan: ``plan(shapes, target, workspace_bytes)`` plans a step; see ``compute_plan``.
+        workspace_bytes: ``workspace_bytes(max_shapes)`` is the workspace an engine needs; see
+            ``compute_workspace_bytes``.
 
     Args:
         definition: The operation.
@@ -115,8 +117,8 @@ class Operation:
         self.attributes = dict(attributes)
         self.settings = settings
         # Shapes repeat from layer to layer and from step to step.
-        self.plan = functools.lru_cache(maxsize=_PLANS_KEPT)(self._plan)
-        self.workspace_bytes = functools.lru_cache(maxsize=None)(self._workspace_bytes)
+        self.plan = functools.lru_cache(maxsize=_PLANS_KEPT)(self.compute_plan)
+        self.workspace_bytes = functools.lru_cache(maxsize=None)(self.compute_workspace_bytes)
 
     def variants(self, fixed_dims: Mapping[str, int], target: Target) -> tuple[KernelVariant, ...]:
         """Kernels to compile for a target.
@@ -135,8 +137,8 @@ class Operation:
         names = (tensor.name for tensor in self.definition.inputs)
         return self.definition.resolve_dims(dict(zip(names, shapes, strict=True)))
 
-    def _plan(self, shapes: tuple[Shape, ...], target: Target, workspace_bytes: int) -> LaunchPlan:
-        """Plans a step.
+    def compute_plan(self, shapes: tuple[Shape, ...], target: Target, workspace_bytes: int) -> LaunchPlan:
+        """Plans a step, anew each time.
 
         Args:
             shapes: Shape of each input, in order.
@@ -147,7 +149,7 @@ class Operation:
             ValueError: Shapes contradict the contract, or are beyond what the engine was built for.
         """
         limit = _largest_part(get_target(target.name)).multiprocessors
-        part = dataclasses.replace(target, multiprocessors=min(target.multiprocessors, limit))
+        part = dataclasses.replace(target, multiprocessors=minimum(target.multiprocessors, limit))
         problem = self._problem(self.dims(shapes), part)
         plan = self.definition.plan(problem)
         if plan.workspace_bytes > workspace_bytes:
@@ -157,7 +159,7 @@ class Operation:
             )
         return plan
 
-    def _workspace_bytes(self, max_shapes: tuple[Shape, ...]) -> int:
+    def compute_workspace_bytes(self, max_shapes: tuple[Shape, ...]) -> int:
         """A workspace for every step whose shapes are at most ``max_shapes``, on every part of every target."""
         dims = self.dims(max_shapes)
         largest_parts = (_largest_part(get_target(tile.target)) for tile in self.settings.tiles)

@@ -7,8 +7,9 @@ source of each weight input. An engine directory holds the same three, and is re
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -46,6 +47,9 @@ MAX_CONSTANT_ELEMENTS = 1 << 16
 MIN_LATENT_SCALE, MAX_LATENT_SCALE = 2.0**-64, 2.0**64
 
 _CACHE_PREFIXES = (past_latent(0).removesuffix("0"), present_latent(0).removesuffix("0"))
+
+Progress = Callable[[str, int, int], None]
+_STAGES = 2  # of ``convert``, behind reading headers
 
 LatentScale = Annotated[float, Field(ge=MIN_LATENT_SCALE, le=MAX_LATENT_SCALE)]
 
@@ -326,6 +330,7 @@ def convert(
     dtype: DType | None = None,
     num_layers: int | None = None,
     overwrite: bool = False,
+    progress: Progress | None = None,
 ) -> NetworkDirectory:
     """Turns a checkpoint into a network directory. No weight is read or copied.
 
@@ -336,12 +341,15 @@ def convert(
         dtype: Type of the network; None is the checkpoint's.
         num_layers: Layers to keep, from the first; None keeps all.
         overwrite: Replace what is in ``output``.
+        progress: Told the stage that is under way, how much of it is done, and how much there is: first headers,
+            then the stages that follow.
 
     Raises:
         UserError: The checkpoint is unusable, it contradicts the plugin config, or ``output`` cannot be written to.
             Nothing is written then.
     """
-    checkpoint = Checkpoint.open(checkpoint_path)
+    say = progress or (lambda stage, done, total: None)
+    checkpoint = Checkpoint.open(checkpoint_path, progress=functools.partial(say, "Reading headers"))
     source = checkpoint_path.resolve()
     if source.is_relative_to(resolve_output(output)):
         raise UserError(f"{output}: the output directory would replace the checkpoint in it. Name another one.")
@@ -350,10 +358,13 @@ def convert(
     plugin = effective_plugin(plugin, spec)
     weights = build_weight_map(spec, num_layers)
     if checkpoint.has_weights:
+        say("Checking tensors", 0, _STAGES)
         check_checkpoint(weights, checkpoint)
     layers = spec.num_hidden_layers if num_layers is None else num_layers
     network = NetworkDirectory(output, spec, plugin, layers, weights, (1.0,) * layers)
+    say("Writing the network", 1, _STAGES)
     _write(network, overwrite=overwrite)
+    say("Writing the network", _STAGES, _STAGES)
     return network
 
 

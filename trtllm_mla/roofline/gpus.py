@@ -15,6 +15,7 @@ class Gpu:
     Attributes:
         name: On the command line.
         title: The part.
+        target: Its compute capability, one of ``TARGETS``.
         memory_bytes: Memory. Data sheets say GB and mean GiB, from which a driver still takes a part.
         bandwidth: Bytes of memory read in a second.
         bf16_flops: Tensor-core operations in a second on bf16 or fp16 operands with fp32 sums.
@@ -26,6 +27,7 @@ class Gpu:
 
     name: str
     title: str
+    target: str
     memory_bytes: int
     bandwidth: float
     bf16_flops: float
@@ -46,6 +48,7 @@ class Gpu:
 def _gpu(
     name: str,
     title: str,
+    target: str,
     *,
     gib: int,
     gb_per_s: float,
@@ -57,36 +60,36 @@ def _gpu(
 ) -> Gpu:
     """A GPU in the units of data sheets."""
     rates = (gb_per_s * 1e9, bf16_tflops * 1e12, fp32_tflops * 1e12)
-    return Gpu(name, title, gib << 30, *rates, multiprocessors, mhz * 1e6, source)
+    return Gpu(name, title, target, gib << 30, *rates, multiprocessors, mhz * 1e6, source)
 
 
 # fmt: off
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        _gpu("a100", "NVIDIA A100 80GB SXM", gib=80, gb_per_s=2039, bf16_tflops=312, fp32_tflops=19.5,
+        _gpu("a100", "NVIDIA A100 80GB SXM", "sm_80", gib=80, gb_per_s=2039, bf16_tflops=312, fp32_tflops=19.5,
              multiprocessors=108, mhz=1410,
              source="NVIDIA A100 data sheet and A100 Tensor Core GPU Architecture white paper"),
-        _gpu("h100", "NVIDIA H100 SXM", gib=80, gb_per_s=3350, bf16_tflops=989.4, fp32_tflops=66.9,
+        _gpu("h100", "NVIDIA H100 SXM", "sm_90", gib=80, gb_per_s=3350, bf16_tflops=989.4, fp32_tflops=66.9,
              multiprocessors=132, mhz=1830,
              source="NVIDIA H100 data sheet and H100 Tensor Core GPU Architecture white paper"),
-        _gpu("h200", "NVIDIA H200 SXM", gib=141, gb_per_s=4800, bf16_tflops=989.4, fp32_tflops=66.9,
+        _gpu("h200", "NVIDIA H200 SXM", "sm_90", gib=141, gb_per_s=4800, bf16_tflops=989.4, fp32_tflops=66.9,
              multiprocessors=132, mhz=1830,
              source="NVIDIA H200 data sheet; the processor is the H100's"),
-        _gpu("b200", "NVIDIA B200 SXM", gib=180, gb_per_s=8000, bf16_tflops=2250, fp32_tflops=80,
+        _gpu("b200", "NVIDIA B200 SXM", "sm_100", gib=180, gb_per_s=8000, bf16_tflops=2250, fp32_tflops=80,
              multiprocessors=148, mhz=1856,
              source="NVIDIA HGX B200 data sheet, an eighth; clock from 8192 FLOP a cycle and multiprocessor"),
-        _gpu("rtx3090", "NVIDIA GeForce RTX 3090", gib=24, gb_per_s=936, bf16_tflops=71, fp32_tflops=35.6,
+        _gpu("rtx3090", "NVIDIA GeForce RTX 3090", "sm_86", gib=24, gb_per_s=936, bf16_tflops=71, fp32_tflops=35.6,
              multiprocessors=82, mhz=1695,
              source="NVIDIA Ampere GA102 GPU Architecture white paper"),
-        _gpu("rtx4090", "NVIDIA GeForce RTX 4090", gib=24, gb_per_s=1008, bf16_tflops=165.2, fp32_tflops=82.6,
+        _gpu("rtx4090", "NVIDIA GeForce RTX 4090", "sm_89", gib=24, gb_per_s=1008, bf16_tflops=165.2, fp32_tflops=82.6,
              multiprocessors=128, mhz=2520,
              source="NVIDIA Ada GPU Architecture white paper"),
-        _gpu("l40s", "NVIDIA L40S", gib=48, gb_per_s=864, bf16_tflops=362.05, fp32_tflops=91.6,
+        _gpu("l40s", "NVIDIA L40S", "sm_89", gib=48, gb_per_s=864, bf16_tflops=362.05, fp32_tflops=91.6,
              multiprocessors=142, mhz=2520,
              source="NVIDIA L40S data sheet"),
-        _gpu("rtx5090", "NVIDIA GeForce RTX 5090", gib=32, gb_per_s=1792, bf16_tflops=209.5, fp32_tflops=104.8,
-             multiprocessors=170, mhz=2407,
+        _gpu("rtx5090", "NVIDIA GeForce RTX 5090", "sm_120", gib=32, gb_per_s=1792, bf16_tflops=209.5,
+             fp32_tflops=104.8, multiprocessors=170, mhz=2407,
              source="NVIDIA RTX Blackwell GPU Architecture white paper"),
     )
 }
