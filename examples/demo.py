@@ -48,7 +48,8 @@ def stages(output: Path) -> list[Stage]:
     """The commands, in order; each uses what those before it wrote."""
     network, engine, common = f"{output}/network", f"{output}/engine", ("--checkpoint", CHECKPOINT)
     on_onnxruntime, interpreted = output / "validation.json", output / "validation-interpreter.json"
-    latency = output / "latency.json"
+    latency, throughput, page = output / "latency.json", output / "throughput.json", output / "report.html"
+    dataset = f"{output}/dataset.jsonl"
     return [
         Stage("inspect", ("inspect", CHECKPOINT), lambda _: _cache()),
         Stage("convert", ("convert", CHECKPOINT, network, "--overwrite"), _after_colon),
@@ -82,6 +83,28 @@ def stages(output: Path) -> list[Stage]:
                 *("--batch-size", "4", "--threads", "1", "--json", f"{latency}"),
             ),
             lambda _: _latency(latency),
+        ),
+        Stage(
+            "bench prepare-dataset",
+            (
+                *("bench", "prepare-dataset", "token-norm-dist", "--output", dataset, "--checkpoint", CHECKPOINT),
+                *("--input-mean", "128", "--input-stdev", "32", "--output-mean", "64", "--output-stdev", "16"),
+                *("--num-requests", "200", "--shared-prefix", "64"),
+            ),
+            lambda _: f"{len((ROOT / dataset).read_text(encoding='utf-8').splitlines())} requests",
+        ),
+        Stage(
+            "bench throughput",
+            (
+                *("bench", "throughput", engine, *common, "--dataset", dataset, "--concurrency", "16", "--streaming"),
+                *("--threads", "1", "--json", f"{throughput}"),
+            ),
+            lambda _: _throughput(throughput),
+        ),
+        Stage(
+            "report",
+            ("report", f"{throughput}", f"{latency}", "--output", f"{page}"),
+            lambda _: f"{page}, {(ROOT / page).stat().st_size / 1000:.0f} kB",
         ),
     ]
 
@@ -146,6 +169,16 @@ def _latency(path: Path) -> str:
     phases = _read(path)["trtllm_mla"]
     prefill, decode = (phases[name]["latency_ms"]["median"] for name in ("prefill", "decode"))
     return f"ONNX Runtime on this CPU: prefill of 4 x 128 tokens {prefill:.1f} ms, decode step {decode:.2f} ms"
+
+
+def _throughput(path: Path) -> str:
+    report = _read(path)
+    tokens = report["performance"]["system_output_throughput_tok_s"]
+    own, lengths = report["trtllm_mla"], report["dataset"]["num_requests"]
+    return (
+        f"{lengths} requests, 16 at once: {tokens:.0f} new tokens a second, {own['reused_tokens']:,} prompt tokens found "
+        "in the cache"
+    )
 
 
 if __name__ == "__main__":
