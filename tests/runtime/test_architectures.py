@@ -19,7 +19,8 @@ import torch
 from tests.runtime.networks import Network, network_of
 from trtllm_mla.checkpoint.architectures import architectures
 from trtllm_mla.runtime.generation import ForcedChunk, ForcedSequence, GenerationSession, run_forced
-from trtllm_mla.runtime.scheduler import Request, SchedulerConfig
+from trtllm_mla.runtime.request import Request
+from trtllm_mla.runtime.scheduler import SchedulerConfig
 
 _YARN: dict[str, Any] = {
     "rope_type": "yarn",

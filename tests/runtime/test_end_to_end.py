@@ -9,7 +9,8 @@ import pytest
 from tests.runtime.networks import CHECKPOINTS, MAX_POSITIONS, make_network
 from tests.support.hf import ORIGINAL_MAX_POSITION_EMBEDDINGS
 from trtllm_mla.runtime.generation import ForcedChunk, ForcedSequence, GenerationSession, read_cached_rows, run_forced
-from trtllm_mla.runtime.scheduler import Request, SchedulerConfig
+from trtllm_mla.runtime.request import Request
+from trtllm_mla.runtime.scheduler import SchedulerConfig
 from trtllm_mla.runtime.step import ContextPasses
 
 CONFIG = SchedulerConfig(

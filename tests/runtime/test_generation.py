@@ -13,8 +13,9 @@ from trtllm_mla.runtime.generation import (
     read_cached_rows,
     run_forced,
 )
+from trtllm_mla.runtime.request import Request
 from trtllm_mla.runtime.sampling import SamplingParams
-from trtllm_mla.runtime.scheduler import Request, SchedulerConfig
+from trtllm_mla.runtime.scheduler import SchedulerConfig
 
 CONFIG = SchedulerConfig(
     vocab_size=VOCAB_SIZE,

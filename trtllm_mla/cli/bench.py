@@ -141,7 +141,7 @@ def throughput(
     Example: trtllm-mla bench throughput network -c examples/tiny-mla --dataset data.jsonl --concurrency 16 --streaming
     """
     from trtllm_mla.benchmark.throughput import ServingOptions, bench_dataset
-    from trtllm_mla.cli.limits import find_limits
+    from trtllm_mla.runtime.limits import find_limits
     from trtllm_mla.runtime.scheduler import SchedulingPolicy
 
     limits = _override(
@@ -222,7 +222,7 @@ def latency(
     from trtllm_mla.benchmark.latency import LatencyOptions, bench_latency
     from trtllm_mla.benchmark.report import print_latency_report
     from trtllm_mla.benchmark.throughput import ServingOptions, bench_dataset
-    from trtllm_mla.cli.limits import find_limits
+    from trtllm_mla.runtime.limits import find_limits
 
     batch = {"input_len": input_len, "output_len": output_len, "batch_size": batch_size, "iterations": iterations}
     given = [f"--{name.replace('_', '-')}" for name, value in batch.items() if value is not None]

@@ -81,7 +81,7 @@ def compare(
 def _entrants(subjects: list[str], executors: str, config: Path | None) -> list[Entrant]:
     """Who takes part, with the limits of each one's directory."""
     from trtllm_mla.benchmark.compare import Entrant, parse_contestants
-    from trtllm_mla.cli.limits import find_limits
+    from trtllm_mla.runtime.limits import find_limits
 
     names = list(dict.fromkeys(executors.split(",")))
     return [

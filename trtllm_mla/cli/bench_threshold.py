@@ -71,8 +71,8 @@ def threshold(
     from trtllm_mla.benchmark.result_files import ThresholdBlock
     from trtllm_mla.benchmark.tables import print_threshold_report
     from trtllm_mla.benchmark.threshold import ThresholdOptions, bench_threshold
-    from trtllm_mla.cli.limits import find_limits
     from trtllm_mla.files import check_writable
+    from trtllm_mla.runtime.limits import find_limits
 
     options = ThresholdOptions(
         LatencyOptions(input_len, output_len, batch_size, warmup, iterations, seed),

@@ -57,13 +57,14 @@ def generate(
     """
     from trtllm_mla.checkpoint.files import Checkpoint
     from trtllm_mla.checkpoint.tokenizer import TextCodec
-    from trtllm_mla.cli.limits import find_limits
     from trtllm_mla.network.directory import NetworkDirectory
     from trtllm_mla.runtime.executors.factory import make_executor
     from trtllm_mla.runtime.generation import GenerationSession
+    from trtllm_mla.runtime.limits import find_limits
     from trtllm_mla.runtime.pages import pages_for
+    from trtllm_mla.runtime.request import Request
     from trtllm_mla.runtime.sampling import SamplingParams
-    from trtllm_mla.runtime.scheduler import Request, SchedulerConfig
+    from trtllm_mla.runtime.scheduler import SchedulerConfig
 
     limits = find_limits(directory, config)
     network = NetworkDirectory.load(directory).configured(limits.mla_plugin)

@@ -49,8 +49,8 @@ def validate(
 
     Example: trtllm-mla validate network --checkpoint examples/tiny-mla --json report.json
     """
-    from trtllm_mla.cli.limits import find_limits
     from trtllm_mla.files import check_writable
+    from trtllm_mla.runtime.limits import find_limits
     from trtllm_mla.validation.report import check_plot, plot_errors, print_report
     from trtllm_mla.validation.scenarios import fit_lengths
     from trtllm_mla.validation.validate import ValidationOptions

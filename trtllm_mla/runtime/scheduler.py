@@ -15,21 +15,8 @@ from trtllm_mla.checkpoint.rope import MAX_POSITIONS
 from trtllm_mla.config import BuildConfig, MlaPluginConfig
 from trtllm_mla.errors import UserError
 from trtllm_mla.runtime.pages import PagePool, pages_for
-from trtllm_mla.runtime.request import ActiveRequest, FinishReason, Request, RequestState, token_array
+from trtllm_mla.runtime.request import ActiveRequest, Request, token_array
 from trtllm_mla.runtime.step import Chunk, ContextPasses, LogitRows
-
-__all__ = [
-    "ActiveRequest",
-    "FinishReason",
-    "Request",
-    "RequestState",
-    "ScheduledChunk",
-    "Scheduler",
-    "SchedulerConfig",
-    "SchedulerStatistics",
-    "SchedulingPolicy",
-    "StepPlan",
-]
 
 
 class SchedulingPolicy(StrEnum):

@@ -24,7 +24,8 @@ from trtllm_mla.runtime.executors.base import Executor
 from trtllm_mla.runtime.executors.factory import make_executor
 from trtllm_mla.runtime.generation import DEFAULT_WINDOW, GenerationResult, GenerationSession, read_cached_rows
 from trtllm_mla.runtime.pages import pages_for
-from trtllm_mla.runtime.scheduler import Request, SchedulerConfig
+from trtllm_mla.runtime.request import Request
+from trtllm_mla.runtime.scheduler import SchedulerConfig
 from trtllm_mla.validation.absorption import AbsorptionResult, AbsorptionSizes, check_absorption
 from trtllm_mla.validation.comparison import OutputComparison, compare_runners
 from trtllm_mla.validation.gates import Gates, coarsest, gates_for

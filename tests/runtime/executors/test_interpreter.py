@@ -13,7 +13,8 @@ from tests.support.hf import ORIGINAL_MAX_POSITION_EMBEDDINGS
 from trtllm_mla.dtypes import DType
 from trtllm_mla.runtime.executors import interpreter as module
 from trtllm_mla.runtime.generation import ForcedChunk, ForcedSequence, GenerationSession, read_cached_rows, run_forced
-from trtllm_mla.runtime.scheduler import Request, SchedulerConfig
+from trtllm_mla.runtime.request import Request
+from trtllm_mla.runtime.scheduler import SchedulerConfig
 from trtllm_mla.runtime.step import Chunk, ContextPasses, LogitRows, build_step
 
 TOKENS = np.random.default_rng(3).integers(0, 131, 21).tolist()
