@@ -174,10 +174,9 @@ def _latency(path: Path) -> str:
 def _throughput(path: Path) -> str:
     report = _read(path)
     tokens = report["performance"]["system_output_throughput_tok_s"]
-    own, lengths = report["trtllm_mla"], report["dataset"]["num_requests"]
+    requests, reused = report["dataset"]["num_requests"], report["trtllm_mla"]["reused_tokens"]
     return (
-        f"{lengths} requests, 16 at once: {tokens:.0f} new tokens a second, {own['reused_tokens']:,} prompt tokens found "
-        "in the cache"
+        f"{requests} requests, 16 at once: {tokens:.0f} tokens a second, {reused:,} prompt tokens found in the cache"
     )
 
 

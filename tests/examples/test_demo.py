@@ -15,7 +15,7 @@ def test_the_demo_ends_in_a_summary(tmp_path):
     )
     assert result.returncode == 0, result.stdout + result.stderr
     summary = result.stdout[result.stdout.index("Summary") :]
-    for command in ("inspect", "convert", "build", "validate", "generate", "bench latency", "bench throughput", "report"):
+    for command in ("inspect", "convert", "build", "validate", "generate", "latency", "throughput", "report"):
         assert command in summary
     assert "FAILED" not in result.stdout
 
