@@ -17,7 +17,7 @@ from trtllm_mla.engine.backend import load_backend
 from trtllm_mla.engine.kernel_compiler import compile_kernels
 from trtllm_mla.engine.launcher import Launcher
 from trtllm_mla.engine.operation import OperationSettings, TargetTile
-from trtllm_mla.engine.plugin import PluginLibrary, plugin_library
+from trtllm_mla.engine.plugin import PluginLibrary, plugin_library, python_plugins_withdrawn
 from trtllm_mla.ops import DOMAIN, OPS, VERSION
 from trtllm_mla.targets import get_target
 
@@ -137,6 +137,12 @@ class TestCreator:
         assert plugin_library(load_backend("tensorrt-rtx")) is library
         with pytest.raises(ValueError, match="trtllm_mla::AppendLatent is registered already"):
             PluginLibrary(load_backend("tensorrt-rtx"))
+
+    def test_gives_way_to_other_plugins_and_comes_back(self, library: PluginLibrary) -> None:
+        registry = trt.get_plugin_registry()
+        with python_plugins_withdrawn(library.backend):
+            assert all(registry.get_creator(name, VERSION, DOMAIN) is None for name in OPS)
+        assert all(registry.get_creator(name, VERSION, DOMAIN) is not None for name in OPS)
 
     def test_outside_of_a_build_nothing_is_made(self, library: PluginLibrary) -> None:
         with pytest.raises(ValueError, match="none is under way"):

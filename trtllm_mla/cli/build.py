@@ -30,6 +30,14 @@ def build(
         typer.Option(metavar="sm_89,sm_120", help="GPU generations. Left out: the config's.", show_default=False),
     ] = None,
     native: Annotated[bool, typer.Option("--native", help="Without plugins: TensorRT's own layers.")] = False,
+    plugin_library: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="LIBRARY.so",
+            help="Compiled plugin library (from plugin-library) to build with. Left out: the plugins in Python.",
+            show_default=False,
+        ),
+    ] = None,
     overwrite: OverwriteOption = False,
     json: JsonFlag = False,
 ) -> None:
@@ -49,6 +57,7 @@ def build(
             backend=_backend(backend),
             targets=targets.split(",") if targets is not None else None,
             native=native,
+            plugin_library_path=plugin_library,
             overwrite=overwrite,
             progress=status.update,
         )

@@ -15,8 +15,10 @@ from trtllm_mla.cli.console import ERR
 from trtllm_mla.cli.convert import convert
 from trtllm_mla.cli.generate import generate
 from trtllm_mla.cli.inspect import inspect
+from trtllm_mla.cli.plugin_library import plugin_library
 from trtllm_mla.cli.report import report
 from trtllm_mla.cli.roofline import roofline
+from trtllm_mla.cli.shapes import shapes
 from trtllm_mla.cli.validate import validate
 from trtllm_mla.errors import UserError, one_line
 
@@ -47,8 +49,9 @@ def _main(
     pass
 
 
-for command in (inspect, convert, calibrate, build, validate, generate, roofline, report):
+for command in (inspect, convert, calibrate, build, validate, generate, roofline, report, shapes):
     app.command()(command)
+app.command(name="plugin-library")(plugin_library)
 app.add_typer(bench, name="bench")
 
 

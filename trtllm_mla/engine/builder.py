@@ -27,10 +27,11 @@ from trtllm_mla.engine.kernel_compiler import Job, compile_kernels
 from trtllm_mla.engine.logs import LogCapture, capture_logs, trt_logger
 from trtllm_mla.engine.operation import OperationSettings, TargetTile
 from trtllm_mla.engine.plugin import PluginLibrary, plugin_library
-from trtllm_mla.engine.profile import SizeRange, shape_ranges, size_ranges
+from trtllm_mla.engine.profile import ShapeRange, input_shape_ranges
+from trtllm_mla.engine.shared_library import LOG_PREFIX, SharedPluginLibrary
 from trtllm_mla.errors import UserError
 from trtllm_mla.files import atomic_directory, resolve_output
-from trtllm_mla.network.contract import LATENT_DIMS, LOGITS, past_latent, present_latent
+from trtllm_mla.network.contract import LOGITS, past_latent, present_latent
 from trtllm_mla.network.directory import CONFIG_NAME, ONNX_NAME, WEIGHTS_NAME, NetworkConfig, NetworkDirectory
 from trtllm_mla.network.graph import count_operations
 from trtllm_mla.ops.definition import split_dim
@@ -69,6 +70,7 @@ def build(
     backend: BackendName | None = None,
     targets: Sequence[str] | None = None,
     native: bool = False,
+    plugin_library_path: Path | None = None,
     overwrite: bool = False,
     cache_dir: Path | None = None,
     progress: Progress | None = None,
@@ -82,6 +84,8 @@ def build(
         backend: TensorRT library; None is the config's.
         targets: GPU generations; None is the config's, or else the backend's default.
         native: Build without plugins, from the operations' function bodies.
+        plugin_library_path: The compiled plugin library to build with; None for the Python plugins. The engine has the
+            same inputs, outputs and plugin fields, and either of them runs it.
         overwrite: Replace what is in ``engine_dir``.
         cache_dir: Where compiled kernels are kept between builds; see ``compile_kernels``.
         progress: Called with a line at the beginning of each stage.
@@ -95,6 +99,8 @@ def build(
     say = progress or (lambda line: None)
     if network_dir.resolve().is_relative_to(resolve_output(engine_dir)):
         raise UserError(f"{engine_dir}: the engine directory would replace the network in it. Name another one.")
+    if native and plugin_library_path is not None:
+        raise UserError(f"found --native and the plugin library {plugin_library_path}, expected one of them.")
     network = NetworkDirectory.load(network_dir)
     library = load_backend(backend or config.backend)
     plugin = merge_plugin_configs(network.plugin, config.mla_plugin)
@@ -107,16 +113,18 @@ def build(
         }
     )
     spec = network.spec
-    ranges = size_ranges(config)
-    ranges["qk_rope_head_dim"] = SizeRange(*3 * (spec.qk_rope_head_dim,))
-    ranges["latent_width"] = SizeRange(*3 * (network.row_layout.width,))
-    tiles = tuple(_choose_tile(network, plugin, target) for target in resolved)
+    shapes = input_shape_ranges(network, config)
+    tiles = tuple(choose_tile(network, plugin, target) for target in resolved)
 
     with (
         atomic_directory(engine_dir, marker=ENGINE_NAME, overwrite=overwrite) as directory,
         capture_logs(library) as log,
     ):
-        plugins = plugin_library(library)
+        plugins = (
+            plugin_library(library)
+            if plugin_library_path is None
+            else SharedPluginLibrary(library, plugin_library_path, network)
+        )
         settings = OperationSettings(spec.dtype, plugin.cache_dtype(spec.dtype), tiles)
         with plugins.building(settings):
             say(f"reading {network.onnx_path}")
@@ -136,7 +144,7 @@ def build(
                 triton_version = store.triton_version
             compiled = time.perf_counter()
             say(f"building with {library.name} {library.version} for {', '.join(config.targets or ())}")
-            digest, size = engine.build(resolved, ranges, directory / ENGINE_NAME)
+            digest, size = engine.build(resolved, shapes, directory / ENGINE_NAME)
         built = time.perf_counter()
         info = EngineInfo(
             backend=library.name,
@@ -147,6 +155,7 @@ def build(
             engine_bytes=size,
             engine_sha256=digest,
             num_plugin_layers=len(plugins.built),
+            plugin_library_sha256=plugins.sha256 if isinstance(plugins, SharedPluginLibrary) else None,
             activation_bytes=log.activation_bytes,
             build_seconds=round(built - begin, 3),
             peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -183,7 +192,13 @@ class _EngineBuild:
     """
 
     def __init__(
-        self, backend: Backend, plugins: PluginLibrary, network: NetworkDirectory, log: LogCapture, *, native: bool
+        self,
+        backend: Backend,
+        plugins: PluginLibrary | SharedPluginLibrary,
+        network: NetworkDirectory,
+        log: LogCapture,
+        *,
+        native: bool,
     ) -> None:
         if not TYPE_CHECKING:
             trt = backend.module
@@ -193,7 +208,11 @@ class _EngineBuild:
         parser = trt.OnnxParser(self._definition, trt_logger(backend))
         if not parser.parse(network.model(native=native).SerializeToString()):
             errors = (parser.get_error(i) for i in range(parser.num_errors))
-            log.errors[:] = [f"{e.node_operator()} '{e.node_name()}': {' '.join(e.desc().split())}" for e in errors]
+            # What a compiled plugin logs says more than the parser, which has its own errors in the log too.
+            log.errors[:] = [
+                *(message for message in log.errors if message.startswith(LOG_PREFIX)),
+                *(f"{e.node_operator()} '{e.node_name()}': {' '.join(e.desc().split())}" for e in errors),
+            ]
             raise self._failure("read the network")
 
     def check_network(self) -> None:
@@ -240,12 +259,12 @@ class _EngineBuild:
                 jobs.update(dict.fromkeys((variant, target) for variant in operation.variants(sizes, target)))
         return list(jobs)
 
-    def build(self, targets: Sequence[Target], ranges: Mapping[str, SizeRange], path: Path) -> tuple[str, int]:
+    def build(self, targets: Sequence[Target], shapes: Mapping[str, ShapeRange], path: Path) -> tuple[str, int]:
         """Builds and writes the engine.
 
         Args:
             targets: GPU generations.
-            ranges: Sizes of the contract's dimensions.
+            shapes: Shapes of the inputs in which they differ.
             path: File to write.
 
         Returns:
@@ -260,10 +279,8 @@ class _EngineBuild:
             # Side by side on streams of their own, the passes would hold decompressed keys and values all at once.
             config.max_aux_streams = 0
         profile = self._builder.create_optimization_profile()
-        dims: dict[str, tuple[str, ...]] = {item.name: item.dims for item in self._network.step_inputs}
-        dims |= {past_latent(layer): LATENT_DIMS for layer in range(self._network.num_layers)}
-        for name, names in dims.items():
-            profile.set_shape(name, *shape_ranges(names, ranges))
+        for name, shape in shapes.items():
+            profile.set_shape(name, *shape)
         if config.add_optimization_profile(profile) < 0:
             raise self._failure("use the optimization profile")
         serialized = self._builder.build_serialized_network(self._definition, config)
@@ -311,7 +328,7 @@ class _EngineBuild:
         )
 
 
-def _choose_tile(network: NetworkDirectory, plugin: MlaPluginConfig, target: Target) -> TargetTile:
+def choose_tile(network: NetworkDirectory, plugin: MlaPluginConfig, target: Target) -> TargetTile:
     """The config's tile, or where it gives none the best for the target.
 
     Raises:

@@ -33,6 +33,7 @@ MAX_ENGINE_BYTES = 1 << 34
 
 _Text = Annotated[str, Field(max_length=64)]
 _Count = Annotated[int, Field(ge=0, strict=True)]
+_Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
 class TargetInfo(StrictModel):
@@ -55,6 +56,7 @@ class EngineInfo(StrictModel):
         engine_bytes: Size of ``rank0.engine``.
         engine_sha256: Its digest.
         num_plugin_layers: MLA plugins in it.
+        plugin_library_sha256: Digest of the compiled plugin library that it was built with; None with Python plugins.
         activation_bytes: Memory that TensorRT planned for intermediate values and workspaces, where it said so.
         build_seconds: Time that the build took.
         peak_memory_bytes: Most memory that the building process had, before it wrote the engine.
@@ -67,8 +69,9 @@ class EngineInfo(StrictModel):
     targets: Annotated[tuple[TargetInfo, ...], Field(min_length=1, max_length=64)]
     triton_version: _Text | None
     engine_bytes: _Count
-    engine_sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+    engine_sha256: _Sha256
     num_plugin_layers: _Count
+    plugin_library_sha256: _Sha256 | None = None
     activation_bytes: _Count | None = None
     build_seconds: Annotated[float, Field(ge=0)]
     peak_memory_bytes: _Count

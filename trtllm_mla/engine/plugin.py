@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -75,10 +75,18 @@ class PluginLibrary:
         creator_class = _make_creator_class(self)
         # TensorRT does not keep the creators alive.
         self._creators = [creator_class(op) for op in OPS.values()]
-        registry = backend.module.get_plugin_registry()
+        self._register()
+
+    @contextmanager
+    def withdrawn(self) -> Iterator[None]:
+        """While other plugins of these names are registered: these are not."""
+        registry = self.backend.module.get_plugin_registry()
         for creator in self._creators:
-            if not registry.register_creator(creator, DOMAIN):
-                raise ValueError(f"{DOMAIN}::{creator.name} is registered already, by other code")
+            registry.deregister_creator(creator)
+        try:
+            yield
+        finally:
+            self._register()
 
     @contextmanager
     def building(self, settings: OperationSettings) -> Iterator[None]:
@@ -101,6 +109,12 @@ class PluginLibrary:
             yield
         finally:
             self._launcher = None
+
+    def _register(self) -> None:
+        registry = self.backend.module.get_plugin_registry()
+        for creator in self._creators:
+            if not registry.register_creator(creator, DOMAIN):
+                raise ValueError(f"{DOMAIN}::{creator.name} is registered already, by other code")
 
     def operation(
         self, op: OpDefinition, attributes: Mapping[str, Attribute], settings: OperationSettings
@@ -147,10 +161,22 @@ class PluginLibrary:
         return failures
 
 
-@functools.cache
+_LIBRARIES: dict[Backend, PluginLibrary] = {}
+
+
 def plugin_library(backend: Backend) -> PluginLibrary:
     """The plugins of a TensorRT library, registered at the first call."""
-    return PluginLibrary(backend)
+    if backend not in _LIBRARIES:
+        _LIBRARIES[backend] = PluginLibrary(backend)
+    return _LIBRARIES[backend]
+
+
+@contextmanager
+def python_plugins_withdrawn(backend: Backend) -> Iterator[None]:
+    """While other plugins of their names are registered with a TensorRT library: those of this package are not."""
+    library = _LIBRARIES.get(backend)
+    with nullcontext() if library is None else library.withdrawn():
+        yield
 
 
 def _recorded(method: _Method) -> _Method:
@@ -401,9 +427,11 @@ def _read_settings(op: OpDefinition, fields: Mapping[str, Any]) -> OperationSett
         return np.asarray(_field(op, fields, name), np.int8).tobytes().decode()
 
     tiles = np.asarray(_field(op, fields, _TILES)).reshape(-1, 3).tolist()
+    model_dtype, cache_dtype = DType(text(_MODEL_DTYPE)), text(_CACHE_DTYPE)
     return OperationSettings(
-        DType(text(_MODEL_DTYPE)),
-        CacheDType(text(_CACHE_DTYPE)),
+        model_dtype,
+        # The compiled plugin library names no cache where an operation has none.
+        CacheDType(cache_dtype) if cache_dtype else CacheDType.of(model_dtype),
         tuple(TargetTile(f"sm_{capability}", tile_s, stages) for capability, tile_s, stages in tiles),
     )
 

@@ -7,8 +7,13 @@ from dataclasses import dataclass
 
 from trtllm_mla.config import BuildConfig
 from trtllm_mla.errors import UserError
+from trtllm_mla.network.contract import LATENT_DIMS, past_latent
+from trtllm_mla.network.directory import NetworkDirectory
 from trtllm_mla.ops.definition import split_dim
 from trtllm_mla.ops.plan import MAX_INT32
+
+# Least, usual and greatest shape of a tensor.
+ShapeRange = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -99,9 +104,7 @@ def size_ranges(config: BuildConfig) -> dict[str, SizeRange]:
     }
 
 
-def shape_ranges(
-    dims: tuple[str | int, ...], ranges: Mapping[str, SizeRange]
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+def shape_ranges(dims: tuple[str | int, ...], ranges: Mapping[str, SizeRange]) -> ShapeRange:
     """Least, usual and greatest shape of a tensor.
 
     Args:
@@ -117,6 +120,24 @@ def shape_ranges(
         tuple(size.opt for size in sizes),
         tuple(size.max for size in sizes),
     )
+
+
+def input_shape_ranges(network: NetworkDirectory, config: BuildConfig) -> dict[str, ShapeRange]:
+    """Least, usual and greatest shape of every input whose shape differs from step to step or is the profile's.
+
+    Args:
+        network: The network.
+        config: The effective build config: its ``mla_plugin`` is the engine's.
+
+    Raises:
+        UserError: See ``size_ranges``.
+    """
+    ranges = size_ranges(config)
+    ranges["qk_rope_head_dim"] = SizeRange(*3 * (network.spec.qk_rope_head_dim,))
+    ranges["latent_width"] = SizeRange(*3 * (network.row_layout.width,))
+    dims: dict[str, tuple[str | int, ...]] = {item.name: item.dims for item in network.step_inputs}
+    dims |= {past_latent(layer): LATENT_DIMS for layer in range(network.num_layers)}
+    return {name: shape_ranges(names, ranges) for name, names in dims.items()}
 
 
 def _max_generation_tokens(config: BuildConfig) -> int:
