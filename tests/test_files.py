@@ -1,3 +1,5 @@
+import os
+import threading
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -139,3 +141,39 @@ def test_a_report_that_cannot_be_written_is_refused(tmp_path: Path, name: str, m
 def test_a_report_below_directories_that_are_yet_to_be_made_is_accepted(tmp_path: Path) -> None:
     check_writable(tmp_path / "a" / "b" / "report.json")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    check_writable(pipe)
+    read: list[str] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
+    reader.start()
+    write_json(pipe, {"a": 1})
+    reader.join(60)
+    assert read == ['{\n  "a": 1\n}\n']
+    assert pipe.is_fifo()
+    assert list(tmp_path.iterdir()) == [pipe]
+
+
+def test_a_link_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    target, link = tmp_path / "real" / "a.json", tmp_path / "link.json"
+    link.symlink_to(target)
+    check_writable(link)
+    write_json(link, {"a": 1})
+    assert link.is_symlink()
+    assert read_table(target, max_bytes=100) == {"a": 1}
+    assert list(target.parent.iterdir()) == [target]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("absent", "no such file"), ("directory", "found a directory"), ("pipe", "found a pipe or a device")],
+)
+def test_what_is_no_file_is_named(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / "directory").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match=f"{name}: {message}. Expected a JSON or TOML file"):
+        read_table(tmp_path / name, max_bytes=100)

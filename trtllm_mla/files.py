@@ -62,7 +62,7 @@ def resolve_output(path: Path) -> Path:
     try:
         return path.resolve()
     except (OSError, RuntimeError):  # RuntimeError up to Python 3.12
-        raise UserError(f"{path}: found links that lead in a circle. Name another output directory.") from None
+        raise UserError(f"{path}: found links that lead in a circle. Name another output.") from None
 
 
 def check_replaceable(path: Path, *, marker: str, overwrite: bool) -> None:
@@ -92,15 +92,31 @@ def check_writable(path: Path) -> None:
     """
     if path.is_dir():
         raise UserError(f"{path}: found a directory, expected a file to write. Name a file in it.")
-    parent = next(item for item in path.absolute().parents if item.exists())
+    if _is_stream(path):
+        if not os.access(path, os.W_OK):
+            raise UserError(f"{path}: found no permission to write. Name another file.")
+        return
+    parent = next(item for item in resolve_output(path).parents if item.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         problem = "a directory without permission to write" if parent.is_dir() else "a file"
         raise UserError(f"{path}: {parent} is {problem}, expected a writable directory. Name another file.")
 
 
+def _is_stream(path: Path) -> bool:
+    """Whether a path leads to a device, a pipe or a socket."""
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Yields a temporary path beside ``path`` that replaces it when the block ends without an exception."""
+    """Yields a temporary path beside ``path`` that replaces it when the block ends without an exception.
+
+    Links are followed. A device or a pipe, such as /dev/stdout, is written to as it is: there is nothing to replace.
+    """
+    if _is_stream(path):
+        yield path
+        return
+    path = resolve_output(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     os.close(handle)
@@ -147,6 +163,22 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
+def check_file(path: Path, expected: str) -> None:
+    """Checks that a file is there to be read.
+
+    Args:
+        path: The file.
+        expected: A sentence for the message: what it should be.
+
+    Raises:
+        UserError: There is none, or it is something else than a file.
+    """
+    if path.is_file():
+        return
+    kind = "found a directory" if path.is_dir() else "found a pipe or a device" if path.exists() else "no such file"
+    raise UserError(f"{path}: {kind}. {expected}")
+
+
 def read_table(path: Path, *, max_bytes: int) -> dict[str, Any]:
     """Reads a JSON object, or a TOML table where the name ends in ``.toml``.
 
@@ -157,8 +189,7 @@ def read_table(path: Path, *, max_bytes: int) -> dict[str, Any]:
     Raises:
         UserError: The file is missing, too large, malformed, or holds no object.
     """
-    if not path.is_file():
-        raise UserError(f"{path}: no such file.")
+    check_file(path, "Expected a JSON or TOML file.")
     size = path.stat().st_size
     if size > max_bytes:
         raise UserError(f"{path}: found {size} bytes, expected at most {max_bytes}.")

@@ -3,9 +3,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.configs import PUBLISHED, write_published
+from tests.support.fp8 import DEEPSEEK_CONFIG
 from trtllm_mla.roofline.gpus import GPUS
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
 
 
 @pytest.fixture
@@ -27,6 +30,47 @@ def test_tables(command, v3):
     assert ["16", "(TP8)", "bf16", "65,536", "0.252", "15.4"] in [line[:6] for line in lines]
     assert "up to 170.7 query tokens that share the cached ones (default threshold: 256)" in outcome.out
     assert ["MHA", "bf16", "244.0", "GiB", "3.81", "TiB"] in lines
+
+
+def published(name, directory):
+    """A model's config.json as released, the weights in FP8."""
+    path = write_published(name, directory)
+    (path / "config.json").write_text(json.dumps(PUBLISHED[name] | {"quantization_config": DEEPSEEK_CONFIG}))
+    return path
+
+
+@pytest.mark.parametrize("cache", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("model", ["deepseek_v3", "tiny-mla"])
+def test_inspect_gives_the_same_sizes_and_tokens(command, tmp_path, model, cache):
+    path = ROOT / "examples" / model if model == "tiny-mla" else published(model, tmp_path / "model")
+    plugin = tmp_path / "plugin.json"
+    plugin.write_text(json.dumps({"mla_plugin": {"kv_cache_dtype": cache}}))
+    requests = ("--context", 30_001, "--batch-size", 13, "--kv-cache-free-gpu-mem-fraction", 0.83)
+    compared = 0
+    for fit in command("inspect", path, "--plugin-config", plugin, *requests, "--json").json["gpus"]:
+        options = ("--gpu", fit["gpu"], "--kv-cache-dtype", cache, *requests)
+        report = command("roofline", path, *options, "--json").json
+        fits = [step["tensor_parallel"] for step in report["steps"] if step["fits"]]
+        if fit["num_gpus"] not in (1, 2, 4, 8):
+            assert fits == []
+            continue
+        assert fits[0] == fit["num_gpus"]
+        (room,) = (item for item in report["capacities"] if item["tensor_parallel"] == fit["num_gpus"])
+        assert (room["weight_bytes"], room["workspace_bytes"]) == (fit["weight_bytes"], fit["workspace_bytes"])
+        assert room["tokens"] == fit["max_tokens"] > 13 * 30_001
+        assert f"  {fit['max_tokens']:,} " in command("roofline", path, *options).out
+        compared += 1
+    # Of DeepSeek-V3 only H200 and B200 hold enough.
+    assert compared == (2 if model == "deepseek_v3" else len(GPUS))
+
+
+def test_kernels_that_do_not_fit_are_named_once(command, v3):
+    config = json.loads((v3 / "config.json").read_text())
+    config |= {"dtype": "float32", "kv_lora_rank": 1024, "num_hidden_layers": 1}
+    (v3 / "config.json").write_text(json.dumps(config))
+    outcome = command("roofline", v3, "--gpu", "rtx3090", "--kv-cache-dtype", "fp32")
+    assert outcome.status == 0
+    assert outcome.out.count("fp32: ") == outcome.out.count("shared memory") == 1
 
 
 def test_nothing_is_cut_off_at_80_columns(command, v3, monkeypatch):
@@ -66,6 +110,7 @@ def test_a_random_checkpoint_in_float32(command, checkpoint):
         (["--gpu", "h100", "--context", "4k"], "--context: found '4k', expected numbers separated by commas"),
         (["--gpu", "h100", "--context", "0"], "--context: found 0, expected a number from 1"),
         (["--gpu", "h100", "--context", "9" * 5000], "--context: found 99999999999999999999, expected"),
+        (["--gpu", "h100", "--context", "200000000"], "max_batch_size 16 and max_seq_len 200000000 make a cache of"),
         (["--gpu", "h100", "--batch-size", "0"], "--batch-size: found 0, expected a number from 1"),
         (["--gpu", "h100", "--kv-cache-dtype", "fp8,"], "--kv-cache-dtype: found '', expected some of bf16"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,13 +12,15 @@ from typing import Any
 import pytest
 
 from tests.engine.models import make_network
-from tests.support.configs import published_spec
+from tests.support.configs import PUBLISHED, published_spec, write_published
+from tests.support.fp8 import DEEPSEEK_CONFIG
 from trtllm_mla.checkpoint.spec import Fp8Spec, ModelSpec
-from trtllm_mla.config import BuildConfig, MlaPluginConfig
-from trtllm_mla.network.directory import effective_plugin
+from trtllm_mla.config import BuildConfig, MlaPluginConfig, load_config, merge_plugin_configs
+from trtllm_mla.network.directory import convert, effective_plugin
 from trtllm_mla.roofline.activations import StepMemory, step_memory
 from trtllm_mla.targets import get_target
 
+ROOT = Path(__file__).resolve().parents[2]
 LIMITS = BuildConfig(max_batch_size=7, max_num_tokens=1000, max_seq_len=3000, max_context_kv_tokens=2000)
 EXPERTS: dict[str, Any] = {
     "first_k_dense_replace": 1,
@@ -86,6 +89,33 @@ def test_tensorrts_plan_is_within_the_estimate(
     assert info.activation_bytes <= estimate.activation_bytes + TENSORRT_FLOOR
     # An estimate that is much too high would pass too. TensorRT casts logits as it makes them, if it can.
     assert estimate.activation_bytes < max_ratio * info.activation_bytes
+
+
+@pytest.mark.parametrize("quantization", [None, DEEPSEEK_CONFIG])
+@pytest.mark.parametrize("config", ["default", "build_configs/deepseek_v3_throughput.json"])
+def test_the_plans_that_the_page_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: str, quantization: dict[str, Any] | None
+) -> None:
+    tensorrt = pytest.importorskip("tensorrt_rtx")
+    from trtllm_mla.engine import builder
+
+    page = (ROOT / "docs" / "memory.md").read_text()
+    (row,) = (line.split("|") for line in page.splitlines() if line.startswith(("| `" + config, "| " + config)))
+    plan, estimate = (int(item.replace(",", "")) for item in row[2:4])
+    assert float(row[4]) == pytest.approx(plan / estimate, abs=0.005)
+    path = write_published("deepseek_v3", tmp_path / "v3")
+    if quantization is not None:
+        (path / "config.json").write_text(json.dumps(PUBLISHED["deepseek_v3"] | {"quantization_config": quantization}))
+    network = convert(path, tmp_path / "network", plugin=MlaPluginConfig(), num_layers=4)
+    limits = BuildConfig() if config == "default" else load_config(ROOT / config, BuildConfig)
+    plugin = merge_plugin_configs(network.plugin, limits.mla_plugin)
+    assert estimate == measure(network.spec, plugin, limits, 61, "sm_89").activation_bytes
+    version = tensorrt.__version__
+    if f"TensorRT-RTX {'.'.join(version.split('.')[:3])}" not in page:
+        pytest.skip(f"the page's plans are another version's than {version}")
+    monkeypatch.setattr(builder, "compile_kernels", lambda *_, **__: SimpleNamespace(triton_version="none"))
+    report = builder.build(network.path, tmp_path / "engine", config=limits, targets=("sm_89", "sm_120"))
+    assert report.directory.info.activation_bytes == pytest.approx(plan, rel=0.01)
 
 
 def test_decompressed_keys_and_values_by_hand(make_spec: Callable[..., ModelSpec]) -> None:

@@ -12,7 +12,7 @@ from trtllm_mla.checkpoint.footprint import weight_footprint
 from trtllm_mla.errors import UserError
 from trtllm_mla.roofline.formats import FORMATS, RowFormat, default_formats
 from trtllm_mla.roofline.gpus import GPUS
-from trtllm_mla.roofline.model import capacity, format_report, make_roofline, row_floor
+from trtllm_mla.roofline.model import format_report, make_roofline, row_floor
 
 GIB = 1 << 30
 
@@ -22,9 +22,15 @@ def v3(make_spec):
     return make_spec()
 
 
-def roofline(spec, gpu="h200", *, formats=None, contexts=(1000,), batch_size=3):
+def roofline(spec, gpu="h200", *, formats=None, contexts=(1000,), batch_size=3, memory_bytes=None, free_fraction=0.9):
+    device = replace(GPUS[gpu], memory_bytes=memory_bytes or GPUS[gpu].memory_bytes)
     return make_roofline(
-        spec, GPUS[gpu], formats=formats or default_formats(spec), contexts=contexts, batch_size=batch_size
+        spec,
+        device,
+        formats=formats or default_formats(spec),
+        contexts=contexts,
+        batch_size=batch_size,
+        free_fraction=free_fraction,
     )
 
 
@@ -122,6 +128,11 @@ def test_heads_are_divided_evenly_or_not_at_all(make_spec):
     assert [row.num_heads for row in roofline(spec, formats=[FORMATS["bf16"]]).rows] == [20, 10, 5]
 
 
+def test_so_are_the_widths_of_mlps(make_spec):
+    spec = make_spec(intermediate_size=18_434)
+    assert [row.num_heads for row in roofline(spec, formats=[FORMATS["bf16"]]).rows] == [128, 64]
+
+
 UNEVEN = {
     "vocab_size": 101,
     "hidden_size": 72,
@@ -191,20 +202,65 @@ def test_tensor_parallelism_divides_weights_and_products_but_not_the_cache(v3):
     assert rows[8].memory_seconds == rows[1].memory_seconds
 
 
-def test_capacity_is_what_the_weights_leave(make_spec):
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("cache", ["bf16", "nvfp4"])
+def test_the_capacity_of_deepseek_v3_by_hand(cache, ranks):
+    """In 16 bits. A GPU has a part of what heads, widths, experts and vocabulary divide, and the rest whole."""
+    hidden, latent, query_latent, vocabulary = 7168, 512, 1536, 129_280
+    moe, experts = 58, 256
+    norms = 61 * (2 * hidden + query_latent + latent) + hidden
+    whole = vocabulary * hidden + 61 * (query_latent + latent + 64) * hidden + norms
+    heads = 61 * 128 * ((128 + 64) * query_latent + (128 + 128) * latent + 128 * hidden)
+    mlps = 3 * hidden * (3 * 18_432 + moe * 2048)
+    shared_out = vocabulary * hidden + heads + mlps + moe * experts * 3 * hidden * 2048
+    routers = moe * experts * (hidden + 1)  # with their correction biases, in fp32
+    memory = 2000 * GIB
+    result = roofline(
+        published_spec("deepseek_v3"), formats=[FORMATS[cache]], memory_bytes=memory, free_fraction=0.5, batch_size=5
+    )
+    room = only(result.capacities, tensor_parallel=ranks)
+    assert room.weight_bytes == 2 * (whole + shared_out // ranks) + 4 * routers
+    assert room.bytes_per_token == 61 * {"bf16": 1152, "nvfp4": 416}[cache]
+    assert room.workspace_bytes > 16_384 * 65_536 // ranks
+    free = memory - room.weight_bytes - room.workspace_bytes
+    assert room.tokens == free // 2 // (64 * room.bytes_per_token) * 64
+
+
+def test_requests_fit_in_whole_pages(make_spec):
+    """Three requests of 192 tokens take nine pages of 64 tokens; of 193 tokens twelve, as each has a fourth page."""
     spec = make_spec(num_hidden_layers=3)
-    weights = weight_footprint(spec)
-    gpu = replace(GPUS["h100"], memory_bytes=weights.weight_bytes + 10 * 3 * 656 + 655)
-    fit = capacity(spec, gpu, FORMATS["fp8"], 1, weights)
-    assert fit.bytes_per_token == 3 * 656
-    assert fit.tokens == 10
-    steps = make_roofline(spec, gpu, formats=[FORMATS["fp8"]], contexts=[5, 6], batch_size=2).steps
-    assert [step.fits for step in steps if step.tensor_parallel == 1] == [True, False]
+    options = {"formats": [FORMATS["fp8"]], "contexts": [193, 192, 5], "batch_size": 3, "free_fraction": 1.0}
+    room = only(roofline(spec, **options).capacities, tensor_parallel=1)
+    page = 64 * 3 * 656
+    for size, pages in ((9 * page - 1, 8), (9 * page, 9), (12 * page - 1, 11), (12 * page, 12)):
+        memory = room.weight_bytes + room.workspace_bytes + size
+        result = roofline(spec, memory_bytes=memory, **options)
+        assert only(result.capacities, tensor_parallel=1).tokens == pages * 64
+        fits = {step.context: step.fits for step in result.steps if step.tensor_parallel == 1}
+        assert fits == {193: pages >= 12, 192: pages >= 9, 5: True}
+
+
+def test_the_longest_context_sets_the_limits(v3):
+    workspaces = [
+        only(roofline(v3, formats=[FORMATS["bf16"]], contexts=contexts).capacities, tensor_parallel=8).workspace_bytes
+        for contexts in ([512, 16_384], [16_384], [512])
+    ]
+    assert workspaces[0] == workspaces[1] > workspaces[2]
+
+
+def test_kernels_that_do_not_fit_a_gpu_leave_nothing(make_spec):
+    spec = make_spec(kv_lora_rank=1024, num_hidden_layers=1, dtype="float32")
+    result = roofline(spec, "rtx3090", formats=[FORMATS["fp32"]])
+    room = only(result.capacities, tensor_parallel=1)
+    assert (room.workspace_bytes, room.tokens) == (None, 0)
+    assert "shared memory" in room.problem
+    assert not any(step.fits for step in result.steps)
+    assert all(item.problem is None for item in roofline(spec, "h200", formats=[FORMATS["fp32"]]).capacities)
 
 
 def test_weights_that_do_not_fit_leave_nothing(v3):
     result = roofline(v3, "rtx4090", formats=[FORMATS["bf16"]])
-    assert only(result.capacities, tensor_parallel=1).tokens == 0
+    assert (only(result.capacities, tensor_parallel=1).tokens, result.capacities[0].workspace_bytes) == (0, None)
     assert not only(result.steps, tensor_parallel=1).fits
     assert only(result.capacities, tensor_parallel=8).tokens > 0
 
@@ -228,3 +284,8 @@ def test_numbers_out_of_range_are_refused(v3, value):
         roofline(v3, batch_size=value)
     with pytest.raises(UserError, match=f"--context: found {value}, expected a number from 1"):
         roofline(v3, contexts=[5, value])
+
+
+def test_caches_beyond_32_bits_are_refused(v3):
+    with pytest.raises(UserError, match="slots are 32-bit numbers"):
+        roofline(v3, contexts=[1 << 30], batch_size=4)

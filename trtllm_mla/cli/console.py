@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -10,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.text import Text
 
+from trtllm_mla.errors import one_line
 from trtllm_mla.files import write_json
 
 if TYPE_CHECKING:
@@ -18,6 +21,12 @@ if TYPE_CHECKING:
 
 OUT = Console()
 ERR = Console(stderr=True)
+
+
+def accept_any_text() -> None:
+    """Has standard output show characters that its encoding lacks as escapes, where it would fail."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def print_json(value: object) -> None:
@@ -29,7 +38,12 @@ def save_json(path: Path | None, value: object) -> None:
     """Writes a report where the user asked for one."""
     if path is not None:
         write_json(path, value)
-        ERR.print(f"Wrote {path}")
+        say_wrote(path)
+
+
+def say_wrote(path: Path, facts: str = "") -> None:
+    """Says on standard error that a file was written, whatever characters its name has."""
+    ERR.print(Text(f"Wrote {one_line(str(path))}{facts}"), soft_wrap=True)
 
 
 @contextmanager

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trtllm_mla.cli.console import OUT, print_json, progress_bar
-from trtllm_mla.cli.options import CheckpointArgument, JsonFlag, PluginConfigOption
+from trtllm_mla.cli.options import (
+    KV_CACHE_FREE_GPU_MEM_FRACTION,
+    CheckpointArgument,
+    FreeFractionOption,
+    JsonFlag,
+    PluginConfigOption,
+)
 from trtllm_mla.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,9 +25,6 @@ if TYPE_CHECKING:
     from trtllm_mla.checkpoint.files import Checkpoint
     from trtllm_mla.config import BuildConfig
     from trtllm_mla.roofline.memory import Deployment
-
-# The default of TensorRT-LLM's option of this name.
-KV_CACHE_FREE_GPU_MEM_FRACTION = 0.9
 
 _GIB = 1 << 30
 _KINDS = {
@@ -73,15 +76,7 @@ def inspect(
             show_default=False,
         ),
     ] = None,
-    kv_cache_free_gpu_mem_fraction: Annotated[
-        float,
-        typer.Option(
-            min=0.01,
-            max=1.0,
-            help="Share of the memory left by weights and workspace that the cache may take; the rest is for the "
-            "driver, CUDA and fragmentation.",
-        ),
-    ] = KV_CACHE_FREE_GPU_MEM_FRACTION,
+    kv_cache_free_gpu_mem_fraction: FreeFractionOption = KV_CACHE_FREE_GPU_MEM_FRACTION,
     json: JsonFlag = False,
 ) -> None:
     """Show what a checkpoint is, where every byte goes, how many GPUs that takes, and what would be built.
@@ -220,15 +215,14 @@ class _Limits:
         Raises:
             UserError: The build config is unusable, or the requests are beyond its limits.
         """
-        from trtllm_mla.config import BuildConfig, load_config, parse_config
+        from trtllm_mla.config import BuildConfig, load_config
+        from trtllm_mla.roofline.memory import requests_config
 
         given = engine or (load_config(self.config, BuildConfig) if self.config else None)
         if given is None:
             default = BuildConfig()
             batch_size, context = self.batch_size or default.max_batch_size, self.context or default.max_seq_len
-            tokens = max(default.max_num_tokens, batch_size)
-            values = {"max_batch_size": batch_size, "max_seq_len": context, "max_num_tokens": tokens}
-            return parse_config(values, BuildConfig, source="--batch-size, --context"), context, batch_size
+            return requests_config(context, batch_size), context, batch_size
         context, batch_size = self.context or given.max_seq_len, self.batch_size or given.max_batch_size
         for option, value, name, limit in (
             ("--context", context, "max_seq_len", given.max_seq_len),
@@ -245,17 +239,13 @@ class _Limits:
 def _deployment(checkpoint: Checkpoint, plugin_config: Path | None, limits: _Limits) -> Deployment:
     """What converting a checkpoint and building an engine would give."""
     from trtllm_mla.checkpoint.architectures import read_model_spec
-    from trtllm_mla.checkpoint.weights import build_weight_map
-    from trtllm_mla.config import MlaPluginConfig, PluginConfigFile, load_config, merge_plugin_configs
-    from trtllm_mla.network.directory import effective_plugin
-    from trtllm_mla.roofline.memory import Deployment
+    from trtllm_mla.config import MlaPluginConfig, PluginConfigFile, load_config
+    from trtllm_mla.roofline.memory import plan_deployment
 
     spec = read_model_spec(checkpoint)
     given = load_config(plugin_config, PluginConfigFile).mla_plugin if plugin_config else MlaPluginConfig()
     config, context, batch_size = limits.choose(None)
-    plugin = merge_plugin_configs(effective_plugin(given, spec), config.mla_plugin)
-    weights = build_weight_map(spec)
-    return Deployment(spec, plugin, spec.num_hidden_layers, weights, config, context, batch_size)
+    return plan_deployment(spec, given, config, context=context, batch_size=batch_size)
 
 
 def _engine_deployment(
@@ -468,7 +458,7 @@ def _print_gpus(report: dict[str, Any]) -> None:
     title = (
         f"GPUs for weights, workspace and the cache of {cache['batch_size']:,} requests of {cache['context']:,} tokens"
     )
-    columns = ("GPUs", "weights", "workspace", "cache", "memory", "tokens\nleft")
+    columns = ("GPUs", "weights", "workspace", "cache", "memory", "tokens\nthat fit")
     table = _table("GPU", *columns, title=title, numbers=columns)
     table.columns[0].no_wrap = True
     for fit in report["gpus"]:
@@ -478,7 +468,7 @@ def _print_gpus(report: dict[str, Any]) -> None:
             fit["gpu"],
             str(fit["num_gpus"]) if fits else "none",
             *("" if size is None else _size(size) for size in sizes),
-            f"{fit['tokens_left']:,}" if fits else "",
+            f"{fit['max_tokens']:,}" if fits else "",
         )
     OUT.print(table)
     for fit in report["gpus"]:

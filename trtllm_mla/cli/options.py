@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +10,7 @@ from typing import Annotated
 import typer
 
 from trtllm_mla.errors import UserError
+from trtllm_mla.files import check_writable, resolve_output
 
 CheckpointArgument = Annotated[
     Path, typer.Argument(metavar="CHECKPOINT", help="Hugging Face checkpoint directory.", show_default=False)
@@ -44,6 +46,21 @@ ConfigOption = Annotated[
         metavar="FILE",
         help="Build config (JSON or TOML) whose limits apply to a network; an engine has its own.",
         show_default=False,
+    ),
+]
+
+
+# The default of TensorRT-LLM's option of this name.
+KV_CACHE_FREE_GPU_MEM_FRACTION = 0.9
+
+FreeFractionOption = Annotated[
+    float,
+    typer.Option(
+        "--kv-cache-free-gpu-mem-fraction",
+        min=0.01,
+        max=1.0,
+        help="Share of the memory left by weights and workspace that the cache may take; the rest is for the driver, "
+        "CUDA and fragmentation.",
     ),
 ]
 
@@ -90,3 +107,22 @@ def parse_numbers(option: str, text: str) -> list[int]:
         raise UserError(
             f"{option}: found '{text:.40}', expected numbers separated by commas, such as 4096,65536."
         ) from None
+
+
+def check_outputs(paths: Mapping[str, Path | None]) -> None:
+    """Checks, before long work, that the files it is to write can be written.
+
+    Args:
+        paths: What was given for each option; None where it was left out.
+
+    Raises:
+        UserError: One cannot, or two are the same.
+    """
+    seen: dict[Path, str] = {}
+    for option, path in paths.items():
+        if path is None:
+            continue
+        check_writable(path)
+        other = seen.setdefault(resolve_output(path), option)
+        if other != option:
+            raise UserError(f"{other} and {option}: found {path} for both, expected a file for each.")

@@ -7,7 +7,13 @@ from typing import Annotated
 import typer
 
 from trtllm_mla.cli.console import OUT, print_json
-from trtllm_mla.cli.options import CheckpointArgument, JsonFlag, parse_numbers
+from trtllm_mla.cli.options import (
+    KV_CACHE_FREE_GPU_MEM_FRACTION,
+    CheckpointArgument,
+    FreeFractionOption,
+    JsonFlag,
+    parse_numbers,
+)
 
 
 def roofline(
@@ -17,7 +23,12 @@ def roofline(
     ],
     batch_size: Annotated[int, typer.Option(help="Requests of a decode step.")] = 16,
     context: Annotated[
-        str, typer.Option(metavar="TOKENS,...", help="Cached tokens of each request, one or several.")
+        str,
+        typer.Option(
+            metavar="TOKENS,...",
+            help="Cached tokens of each request, one or several; memory is counted for an engine with room for the "
+            "longest.",
+        ),
     ] = "4096,65536",
     kv_cache_dtype: Annotated[
         str | None,
@@ -27,6 +38,7 @@ def roofline(
             show_default=False,
         ),
     ] = None,
+    kv_cache_free_gpu_mem_fraction: FreeFractionOption = KV_CACHE_FREE_GPU_MEM_FRACTION,
     json: JsonFlag = False,
 ) -> None:
     """Show what bounds absorbed decode on a GPU, and by how much: bytes, FLOP, time, tokens per second, capacity.
@@ -47,7 +59,12 @@ def roofline(
     named = [get_format(name) for name in dict.fromkeys(kv_cache_dtype.split(","))] if kv_cache_dtype else None
     spec = read_model_spec(Checkpoint.open(checkpoint))
     result = make_roofline(
-        spec, device, formats=named or default_formats(spec), contexts=contexts, batch_size=batch_size
+        spec,
+        device,
+        formats=named or default_formats(spec),
+        contexts=contexts,
+        batch_size=batch_size,
+        free_fraction=kv_cache_free_gpu_mem_fraction,
     )
     if json:
         print_json(to_json(result))

@@ -33,7 +33,7 @@ def shapes(
     They are those that build uses. A tool that is told none assumes 1 for every size, which contradicts itself: a
     step's tokens are those of its two groups together.
 
-    Example: polygraphy convert network/network.onnx $(trtllm-mla shapes network) -o rank0.engine
+    Example: trtllm-mla shapes network --config build_configs/tiny_mla.json --tool trtexec
     """
     from trtllm_mla.cli.console import print_json
     from trtllm_mla.config import BuildConfig, load_config, merge_plugin_configs

@@ -8,21 +8,21 @@ belongs to all heads, is whole on every GPU.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trtllm_mla.cache_rows import CacheDType
 from trtllm_mla.checkpoint.footprint import rank_weight_bytes
 from trtllm_mla.checkpoint.spec import ModelSpec
 from trtllm_mla.checkpoint.trtllm_layout import RankGrid, uneven_split
-from trtllm_mla.checkpoint.weights import WeightMap
-from trtllm_mla.config import BuildConfig, MlaPluginConfig
+from trtllm_mla.checkpoint.weights import WeightMap, build_weight_map
+from trtllm_mla.config import BuildConfig, MlaPluginConfig, merge_plugin_configs, parse_config
 from trtllm_mla.dtypes import DType
 from trtllm_mla.engine.profile import SizeRange, shape_ranges, size_ranges
 from trtllm_mla.errors import UserError
 from trtllm_mla.network.contract import step_inputs
+from trtllm_mla.network.directory import effective_plugin
 from trtllm_mla.roofline.activations import step_memory
 from trtllm_mla.roofline.gpus import Gpu
 from trtllm_mla.targets import get_target
@@ -123,6 +123,29 @@ class WorkspaceMemory:
 
 
 @dataclass(frozen=True)
+class GpuShare:
+    """What each of some GPUs that share a deployment holds, and the room that it leaves for the cache.
+
+    Attributes:
+        num_gpus: GPUs that share it.
+        moe_ep_size: Groups of them that routed experts are dealt out to.
+        weight_bytes: Weights on each.
+        workspace_bytes: Workspace on each; None where the weights alone are too large, or kernels do not fit.
+        free_bytes: Memory that they leave; negative where they take more than there is.
+        max_tokens: Tokens that the cache has room for: in the share of ``free_bytes`` that is granted to it.
+        problem: Why kernels do not fit the GPU; None if they do, or if the weights alone are too large.
+    """
+
+    num_gpus: int
+    moe_ep_size: int
+    weight_bytes: int
+    workspace_bytes: int | None
+    free_bytes: int
+    max_tokens: int
+    problem: str | None
+
+
+@dataclass(frozen=True)
 class GpuFit:
     """On how many GPUs of a kind a deployment fits.
 
@@ -151,6 +174,41 @@ class GpuFit:
     max_tokens: int
     tokens_left: int
     problem: str | None
+
+
+def requests_config(context: int, batch_size: int) -> BuildConfig:
+    """The default limits, but for those that requests set.
+
+    Args:
+        context: Cached tokens of each request, ``max_seq_len``.
+        batch_size: Requests at once, ``max_batch_size``.
+
+    Raises:
+        UserError: A number is none that an engine can have as its limit.
+    """
+    tokens = max(BuildConfig().max_num_tokens, batch_size)
+    values = {"max_batch_size": batch_size, "max_seq_len": context, "max_num_tokens": tokens}
+    return parse_config(values, BuildConfig, source="--batch-size, --context")
+
+
+def plan_deployment(
+    spec: ModelSpec, plugin: MlaPluginConfig, config: BuildConfig, *, context: int, batch_size: int
+) -> Deployment:
+    """What converting a checkpoint and building an engine would give.
+
+    Args:
+        spec: The model.
+        plugin: The plugin config, as a user writes it.
+        config: The build config.
+        context: Cached tokens of each request.
+        batch_size: Requests.
+
+    Raises:
+        UserError: The plugin config is not the model's.
+    """
+    effective = merge_plugin_configs(effective_plugin(plugin, spec), config.mla_plugin)
+    weights = build_weight_map(spec)
+    return Deployment(spec, effective, spec.num_hidden_layers, weights, config, context, batch_size)
 
 
 def cache_memory(deployment: Deployment) -> tuple[CacheMemory, ...]:
@@ -205,12 +263,18 @@ def workspace_memory(deployment: Deployment, target: str, grid: RankGrid) -> Wor
     )
 
 
-def fit_gpus(deployment: Deployment, gpus: Sequence[Gpu], *, free_fraction: float) -> tuple[GpuFit, ...]:
-    """On how many GPUs of each kind a deployment fits: the smallest of 1, 2, 4, ... on which it does.
+def rank_grid(spec: ModelSpec, num_gpus: int) -> RankGrid:
+    """How GPUs share a model: whole experts as far as their number goes, since parts of one have narrower matrices."""
+    return RankGrid(num_gpus, 1 if spec.moe is None else math.gcd(num_gpus, spec.moe.num_experts))
+
+
+def gpu_share(deployment: Deployment, gpu: Gpu, num_gpus: int, *, free_fraction: float) -> GpuShare:
+    """What each of a certain number of GPUs holds.
 
     Args:
-        deployment: The network and its requests.
-        gpus: The kinds.
+        deployment: The network and its limits; the requests do not count.
+        gpu: The kind.
+        num_gpus: GPUs; a number for whose ``rank_grid`` ``uneven_split`` finds nothing.
         free_fraction: Share of the memory that weights and workspace leave which the cache may take. The rest is for
             what is not counted: the driver, CUDA's context, the engine and its kernels, fragmentation.
 
@@ -219,42 +283,8 @@ def fit_gpus(deployment: Deployment, gpus: Sequence[Gpu], *, free_fraction: floa
     """
     # Checked here, since below a target that the kernels do not fit is no mistake.
     size_ranges(deployment.config.model_copy(update={"mla_plugin": deployment.plugin}))
-    weight_bytes = functools.cache(
-        lambda grid: sum(rank_weight_bytes(deployment.weights, deployment.spec.dtype, grid).values())
-    )
-    return tuple(_fit(deployment, gpu, weight_bytes, free_fraction) for gpu in gpus)
-
-
-def _fit(deployment: Deployment, gpu: Gpu, weight_bytes: Callable[[RankGrid], int], free_fraction: float) -> GpuFit:
-    spec = deployment.spec
-    num_gpus = 1
-    fit = _fit_grid(deployment, gpu, _grid(spec, num_gpus), weight_bytes, free_fraction)
-    while fit.problem is not None and num_gpus < MAX_GPUS:
-        num_gpus *= 2
-        grid = _grid(spec, num_gpus)
-        uneven = uneven_split(spec, grid)
-        if uneven is not None:
-            return dataclasses.replace(fit, problem=f"{fit.problem}; {num_gpus} are too many: {uneven}")
-        fit = _fit_grid(deployment, gpu, grid, weight_bytes, free_fraction)
-    return fit
-
-
-def _grid(spec: ModelSpec, num_gpus: int) -> RankGrid:
-    """Shares out whole experts first: parts of one have narrower matrices."""
-    return RankGrid(num_gpus, 1 if spec.moe is None else math.gcd(num_gpus, spec.moe.num_experts))
-
-
-def _fit_grid(
-    deployment: Deployment,
-    gpu: Gpu,
-    grid: RankGrid,
-    weight_bytes: Callable[[RankGrid], int],
-    free_fraction: float,
-) -> GpuFit:
-    """Whether a deployment fits a certain number of GPUs."""
-    page_size, per_token = deployment.plugin.page_size, deployment.bytes_per_token()
-    weights = weight_bytes(grid)
-    cache = deployment.cached_tokens * per_token
+    grid = rank_grid(deployment.spec, num_gpus)
+    weights = sum(rank_weight_bytes(deployment.weights, deployment.spec.dtype, grid).values())
     workspace_bytes, problem = None, None
     if weights < gpu.memory_bytes:
         try:
@@ -262,22 +292,66 @@ def _fit_grid(
         except UserError as error:
             problem = str(error)
     free = gpu.memory_bytes - weights - (workspace_bytes or 0)
-    max_tokens = max(0, int(free_fraction * free) // (page_size * per_token)) * page_size
-    if problem is None and max_tokens < deployment.cached_tokens:
-        verb = "GPU lacks" if grid.tp_size == 1 else "GPUs lack"
-        lacking = (cache / free_fraction - free) / _GIB
-        problem = f"{grid.tp_size} {verb} {'at least ' if workspace_bytes is None else ''}{lacking:.1f} GiB each"
+    page_size = deployment.plugin.page_size
+    pages = max(0, int(free_fraction * free)) // (page_size * deployment.bytes_per_token())
+    return GpuShare(
+        num_gpus=num_gpus,
+        moe_ep_size=grid.moe_ep_size,
+        weight_bytes=weights,
+        workspace_bytes=workspace_bytes,
+        free_bytes=free,
+        max_tokens=0 if workspace_bytes is None else pages * page_size,
+        problem=problem,
+    )
+
+
+def fit_gpus(deployment: Deployment, gpus: Sequence[Gpu], *, free_fraction: float) -> tuple[GpuFit, ...]:
+    """On how many GPUs of each kind a deployment fits: the smallest of 1, 2, 4, ... on which it does.
+
+    Args:
+        deployment: The network and its requests.
+        gpus: The kinds.
+        free_fraction: As for ``gpu_share``.
+
+    Raises:
+        UserError: The limits are too large for 32-bit numbers.
+    """
+    return tuple(_fit(deployment, gpu, free_fraction) for gpu in gpus)
+
+
+def _fit(deployment: Deployment, gpu: Gpu, free_fraction: float) -> GpuFit:
+    spec = deployment.spec
+    num_gpus = 1
+    fit = _fit_number(deployment, gpu, num_gpus, free_fraction)
+    while fit.problem is not None and num_gpus < MAX_GPUS:
+        num_gpus *= 2
+        uneven = uneven_split(spec, rank_grid(spec, num_gpus))
+        if uneven is not None:
+            return dataclasses.replace(fit, problem=f"{fit.problem}; {num_gpus} are too many: {uneven}")
+        fit = _fit_number(deployment, gpu, num_gpus, free_fraction)
+    return fit
+
+
+def _fit_number(deployment: Deployment, gpu: Gpu, num_gpus: int, free_fraction: float) -> GpuFit:
+    """Whether a deployment fits a certain number of GPUs."""
+    share = gpu_share(deployment, gpu, num_gpus, free_fraction=free_fraction)
+    cache = deployment.cached_tokens * deployment.bytes_per_token()
+    problem = share.problem
+    if problem is None and share.max_tokens < deployment.cached_tokens:
+        verb = "GPU lacks" if num_gpus == 1 else "GPUs lack"
+        lacking = (cache / free_fraction - share.free_bytes) / _GIB
+        problem = f"{num_gpus} {verb} {'at least ' if share.workspace_bytes is None else ''}{lacking:.1f} GiB each"
     return GpuFit(
         gpu=gpu.name,
         title=gpu.title,
         memory_bytes=gpu.memory_bytes,
-        num_gpus=grid.tp_size if problem is None else None,
-        moe_ep_size=grid.moe_ep_size,
-        weight_bytes=weights,
-        workspace_bytes=workspace_bytes,
+        num_gpus=num_gpus if problem is None else None,
+        moe_ep_size=share.moe_ep_size,
+        weight_bytes=share.weight_bytes,
+        workspace_bytes=share.workspace_bytes,
         cache_bytes=cache,
-        max_tokens=max_tokens,
-        tokens_left=max(0, max_tokens - deployment.cached_tokens),
+        max_tokens=share.max_tokens,
+        tokens_left=max(0, share.max_tokens - deployment.cached_tokens),
         problem=problem,
     )
 

@@ -8,28 +8,33 @@ filled tiles and waves, a second reading or conversion where heads do not fit on
 norms, sampling, and the communication of tensor parallelism.
 
 Under tensor parallelism a GPU has a part of the heads and of the weights, but the whole cache: the latent belongs to
-all heads.
+all heads. The floor has weights divided evenly, which no split beats. What fits the memory is ``memory.py``'s answer,
+with its split of the weights and its workspace.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from trtllm_mla.cache_rows import CacheDType
 from trtllm_mla.checkpoint.attention_cost import absorbed_flops_per_pair, break_even_queries
 from trtllm_mla.checkpoint.footprint import WeightFootprint, cache_footprint, weight_footprint
 from trtllm_mla.checkpoint.spec import ModelSpec
+from trtllm_mla.checkpoint.trtllm_layout import uneven_split
+from trtllm_mla.config import MlaPluginConfig
 from trtllm_mla.errors import UserError
+from trtllm_mla.ops.plan import MAX_INT32
 from trtllm_mla.roofline.formats import RowFormat
 from trtllm_mla.roofline.gpus import Gpu
+from trtllm_mla.roofline.memory import Deployment, gpu_share, plan_deployment, rank_grid, requests_config
 
 Bound = Literal["memory", "MMA", "dequantisation"]
 
 TENSOR_PARALLEL = (1, 2, 4, 8)
-MAX_TOKENS = 1 << 40
+MAX_COUNT = MAX_INT32  # of requests, and of tokens of each, in an engine
 
 
 @dataclass(frozen=True)
@@ -96,7 +101,7 @@ class StepFloor:
         weights_seconds: Reading and multiplying the weights.
         attention_tokens_per_second: Ceiling with attention alone, all requests together.
         tokens_per_second: Ceiling with attention and weights.
-        fits: Whether weights and caches fit the memory.
+        fits: Whether weights, workspace and the requests' pages fit the memory.
     """
 
     tensor_parallel: int
@@ -113,23 +118,27 @@ class StepFloor:
 
 @dataclass(frozen=True)
 class Capacity:
-    """What fits a GPU's memory.
+    """What fits a GPU's memory: an engine whose limits are the requests, as ``gpu_share`` has it.
 
     Attributes:
-        tensor_parallel: GPUs that share the weights.
+        tensor_parallel: GPUs that share the model.
         num_heads: Heads on each of them.
         cache: Format of the cache.
-        weight_bytes: Weights on each of them, split evenly.
+        weight_bytes: Weights on each of them.
+        workspace_bytes: Workspace on each; None where the weights alone are too large, or kernels do not fit.
         bytes_per_token: Cache of a token, all layers.
-        tokens: Tokens that fit beside the weights, with nothing left for activations.
+        tokens: Tokens that the cache has room for.
+        problem: Why kernels do not fit the GPU; None if they do, or if the weights alone are too large.
     """
 
     tensor_parallel: int
     num_heads: int
     cache: str
     weight_bytes: int
+    workspace_bytes: int | None
     bytes_per_token: int
     tokens: int
+    problem: str | None
 
 
 @dataclass(frozen=True)
@@ -157,6 +166,8 @@ class Roofline:
         gpu: The GPU.
         spec: The model.
         batch_size: Requests of a step.
+        max_context: Cached tokens of the longest of them, the limit of the engine whose memory is counted.
+        kv_cache_free_gpu_mem_fraction: Share of the memory that weights and workspace leave which the cache may take.
         break_even_queries: Query tokens sharing the cached ones below which the absorbed form takes fewer operations;
             None if it always does.
         formats: The cache formats.
@@ -169,6 +180,8 @@ class Roofline:
     gpu: Gpu
     spec: ModelSpec
     batch_size: int
+    max_context: int
+    kv_cache_free_gpu_mem_fraction: float
     break_even_queries: float | None
     formats: tuple[FormatReport, ...]
     rows: tuple[RowFloor, ...]
@@ -178,7 +191,13 @@ class Roofline:
 
 
 def make_roofline(
-    spec: ModelSpec, gpu: Gpu, *, formats: Sequence[RowFormat], contexts: Sequence[int], batch_size: int
+    spec: ModelSpec,
+    gpu: Gpu,
+    *,
+    formats: Sequence[RowFormat],
+    contexts: Sequence[int],
+    batch_size: int,
+    free_fraction: float,
 ) -> Roofline:
     """Computes the roofline of a model on a GPU.
 
@@ -186,31 +205,41 @@ def make_roofline(
         spec: The model.
         gpu: The GPU.
         formats: Cache formats; at least one.
-        contexts: Cached tokens of each request.
+        contexts: Cached tokens of each request; at least one.
         batch_size: Requests of a step.
+        free_fraction: Share of the memory that weights and workspace leave which the cache may take.
 
     Raises:
-        UserError: A context or the batch is not from 1 to 2^40.
+        UserError: A context or the batch is no 32-bit number from 1, or together they are too large for an engine.
     """
     for option, value in (("--batch-size", batch_size), *(("--context", context) for context in contexts)):
-        if not 1 <= value <= MAX_TOKENS:
-            raise UserError(f"{option}: found {value}, expected a number from 1 to {MAX_TOKENS}.")
-    weights = weight_footprint(spec)
+        if not 1 <= value <= MAX_COUNT:
+            raise UserError(f"{option}: found {value}, expected a number from 1 to {MAX_COUNT}.")
+    weights, max_context = weight_footprint(spec), max(contexts)
+    limits = requests_config(max_context, batch_size)
+    plain = plan_deployment(spec, MlaPluginConfig(), limits, context=max_context, batch_size=batch_size)
+    deployments = [
+        replace(plain, plugin=plain.plugin.model_copy(update={"kv_cache_dtype": item.name})) for item in formats
+    ]
     rows, steps, capacities = [], [], []
     for ranks in TENSOR_PARALLEL:
-        if spec.num_attention_heads % ranks:
+        if uneven_split(spec, rank_grid(spec, ranks)) is not None:
             continue
-        for item in formats:
+        for item, deployment in zip(formats, deployments, strict=True):
             row = row_floor(spec, gpu, item, ranks)
-            fit = capacity(spec, gpu, item, ranks, weights)
+            room = capacity(deployment, gpu, ranks, free_fraction)
             rows.append(row)
-            capacities.append(fit)
-            steps += [step_floor(spec, gpu, row, fit, weights, context, batch_size) for context in contexts]
+            capacities.append(room)
+            for context in contexts:
+                requests = replace(deployment, context=context)
+                steps.append(step_floor(gpu, row, weights, requests, fits=requests.cached_tokens <= room.tokens))
     break_even = break_even_queries(spec)
     return Roofline(
         gpu=gpu,
         spec=spec,
         batch_size=batch_size,
+        max_context=max_context,
+        kv_cache_free_gpu_mem_fraction=free_fraction,
         break_even_queries=break_even if math.isfinite(break_even) else None,
         formats=tuple(format_report(spec, gpu, item) for item in formats),
         rows=tuple(rows),
@@ -260,24 +289,33 @@ def row_floor(spec: ModelSpec, gpu: Gpu, item: RowFormat, tensor_parallel: int) 
     )
 
 
-def capacity(spec: ModelSpec, gpu: Gpu, item: RowFormat, tensor_parallel: int, weights: WeightFootprint) -> Capacity:
-    """How many tokens fit beside the weights."""
-    weight_bytes = -(-weights.weight_bytes // tensor_parallel)
-    bytes_per_token = spec.num_hidden_layers * item.row_bytes(spec)
+def capacity(deployment: Deployment, gpu: Gpu, tensor_parallel: int, free_fraction: float) -> Capacity:
+    """How many tokens fit beside weights and workspace."""
+    spec = deployment.spec
+    share = gpu_share(deployment, gpu, tensor_parallel, free_fraction=free_fraction)
     return Capacity(
         tensor_parallel=tensor_parallel,
         num_heads=spec.num_attention_heads // tensor_parallel,
-        cache=item.name,
-        weight_bytes=weight_bytes,
-        bytes_per_token=bytes_per_token,
-        tokens=max(0, gpu.memory_bytes - weight_bytes) // bytes_per_token,
+        cache=deployment.plugin.cache_dtype(spec.dtype).value,
+        weight_bytes=share.weight_bytes,
+        workspace_bytes=share.workspace_bytes,
+        bytes_per_token=deployment.bytes_per_token(),
+        tokens=share.max_tokens,
+        problem=share.problem,
     )
 
 
-def step_floor(
-    spec: ModelSpec, gpu: Gpu, row: RowFloor, fit: Capacity, weights: WeightFootprint, context: int, batch_size: int
-) -> StepFloor:
-    """The floor of a decode step of ``batch_size`` requests with ``context`` cached tokens each."""
+def step_floor(gpu: Gpu, row: RowFloor, weights: WeightFootprint, requests: Deployment, *, fits: bool) -> StepFloor:
+    """The floor of a decode step.
+
+    Args:
+        gpu: The GPU.
+        row: The floor for one cached token.
+        weights: What the step reads and multiplies.
+        requests: The model, and the requests of the step.
+        fits: Whether they fit the memory.
+    """
+    spec, context, batch_size = requests.spec, requests.context, requests.batch_size
     layer = batch_size * context * row.seconds
     attention = spec.num_hidden_layers * layer
     reading = weights.read_bytes(batch_size) / gpu.bandwidth
@@ -293,7 +331,7 @@ def step_floor(
         weights_seconds=weights_seconds,
         attention_tokens_per_second=batch_size / attention,
         tokens_per_second=batch_size / (attention + weights_seconds),
-        fits=batch_size * context <= fit.tokens,
+        fits=fits,
     )
 
 

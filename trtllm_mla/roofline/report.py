@@ -58,14 +58,12 @@ def print_roofline(roofline: Roofline, console: Console) -> None:
         soft_wrap=True,
     )
     console.print(_break_even(roofline), highlight=False, soft_wrap=True)
-    for table in (
-        _formats(roofline),
-        _rows(roofline),
-        _steps(roofline),
-        _capacities(roofline),
-        _cache_sizes(roofline),
-    ):
+    for table in (_formats(roofline), _rows(roofline), _steps(roofline), _capacities(roofline)):
         console.print(table)
+    problems = (f"{item.cache}: {item.problem}" for item in roofline.capacities if item.problem is not None)
+    for problem in dict.fromkeys(problems):
+        console.print(problem, highlight=False, soft_wrap=True)
+    console.print(_cache_sizes(roofline))
 
 
 def _break_even(roofline: Roofline) -> str:
@@ -119,7 +117,7 @@ def _rows(roofline: Roofline) -> Table:
 
 def _steps(roofline: Roofline) -> Table:
     table = Table(
-        *("heads", "cache", "context", "a layer", "attention", "weights", "attention\ntok/s", "\ntok/s", ""),
+        *("heads", "cache", "context", "a layer", "attention", "weights", "attention\ntok/s", "\ntok/s", "\nfits"),
         title=f"\nFloor of a decode step of {roofline.batch_size} requests (ms), ceiling in tokens per second",
         **_STYLE,
     )
@@ -134,15 +132,19 @@ def _steps(roofline: Roofline) -> Table:
             ),
             f"{step.attention_tokens_per_second:,.0f}",
             f"{step.tokens_per_second:,.0f}",
-            "" if step.fits else "too large",
+            "yes" if step.fits else "no",
         )
     return table
 
 
 def _capacities(roofline: Roofline) -> Table:
+    requests = f"{roofline.batch_size:,} requests of at most {roofline.max_context:,} tokens"
+    fraction = f"{roofline.kv_cache_free_gpu_mem_fraction:.0%}"
     table = Table(
-        *("heads", "cache", "weights", "bytes per token", "tokens that fit"),
-        title="\nCapacity of each GPU",
+        *("heads", "cache", "weights", "workspace", "bytes per token", "tokens that fit"),
+        title=f"\nCapacity of each GPU, for {requests}",
+        caption=f"The cache may take {fraction} of what weights and workspace leave;\n"
+        "inspect with this --context and --batch-size lists them",
         **_STYLE,
     )
     for item in roofline.capacities:
@@ -150,6 +152,7 @@ def _capacities(roofline: Roofline) -> Table:
             _heads(item.num_heads, item.tensor_parallel),
             item.cache,
             _size(item.weight_bytes),
+            "" if item.workspace_bytes is None else _size(item.workspace_bytes),
             f"{item.bytes_per_token:,}",
             f"{item.tokens:,}",
         )
