@@ -157,6 +157,19 @@ def test_printed_comparison(comparison):
     assert f"x {ratio:.3f}" in text
 
 
+def test_a_table_is_as_wide_as_its_numbers_where_there_is_no_terminal(comparison):
+    texts = {}
+    for width in (200, 40):
+        out = StringIO()
+        print_comparison(comparison, Console(file=out, width=width))
+        texts[width] = [line.rstrip() for line in out.getvalue().splitlines()]
+    assert texts[40] == texts[200]
+    out = StringIO()
+    print_comparison(comparison, Console(file=out, width=60, force_terminal=True, color_system=None))
+    table = out.getvalue().splitlines()[len(comparison.rows) + 2 :]  # behind descriptions and title
+    assert max(map(len, table)) <= 60
+
+
 def _loaded(**kwargs):
     return BenchResult.model_validate(make_result(**kwargs))
 

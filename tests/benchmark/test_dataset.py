@@ -140,8 +140,12 @@ def test_an_empty_file(tmp_path, text):
 
 
 def test_what_is_no_file(tmp_path):
-    for path in (tmp_path / "absent.jsonl", tmp_path, Path("/dev/zero")):
-        with pytest.raises(UserError, match="no such file"):
+    for path, found in (
+        (tmp_path / "absent.jsonl", "no such file"),
+        (tmp_path, "found a directory"),
+        (Path("/dev/zero"), "found a pipe or a device"),
+    ):
+        with pytest.raises(UserError, match=f"{path}: {found}. Expected a dataset"):
             load(path)
 
 

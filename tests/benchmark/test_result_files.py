@@ -127,3 +127,9 @@ def test_every_result_has_a_name_of_its_own(tmp_path):
     assert list(load_results(paths[1:])) == ["run", "other"]
     assert list(load_results(paths)) == ["a/run", "b/run", "b/other"]
     assert list(load_results([paths[0], Path(paths[0])])) == ["1: run", "2: run"]
+
+
+@pytest.mark.parametrize("number", [-(2**63), -1, 2**63 - 1])
+def test_any_number_that_a_dataset_may_give_a_request(tmp_path, number):
+    values = _with(make_result(1), ("trtllm_mla", "requests", 0, "task_id"), number)
+    assert load_result(_write(tmp_path / "a.json", values)).own.requests[0].task_id == number

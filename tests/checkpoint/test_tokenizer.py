@@ -35,7 +35,7 @@ def test_special_tokens_are_not_shown(checkpoint):
 
 def test_a_missing_tokenizer_is_named(tmp_path):
     assert not TextCodec.exists(tmp_path)
-    with pytest.raises(UserError, match=r"tokenizer\.json: no such file.*--input-ids"):
+    with pytest.raises(UserError, match=r"tokenizer\.json: no such file.*give token ids instead"):
         TextCodec.load(tmp_path)
 
 
@@ -102,3 +102,8 @@ class TestTextStream:
         ids = list(range(200))
         assert "".join(self.parts(codec, ids)) == codec.decode(ids)
         assert codec.decode(ids).startswith("w0 w1 ")
+
+
+def test_half_a_character_is_refused(checkpoint):
+    with pytest.raises(UserError, match="position 2, which is no character"):
+        TextCodec.load(checkpoint).encode("ab\udcff")

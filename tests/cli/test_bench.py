@@ -1,3 +1,4 @@
+import io
 import json
 import re
 
@@ -6,6 +7,7 @@ import pytest
 from tests.benchmark.recount import flatten, read_log, recount
 from trtllm_mla.benchmark import latency, throughput
 from trtllm_mla.cli.bench import PolicyName, _override
+from trtllm_mla.cli.console import OUT
 from trtllm_mla.config import BuildConfig
 from trtllm_mla.errors import UserError
 from trtllm_mla.runtime.executors.decode_graphs import GraphStatistics
@@ -22,7 +24,7 @@ def test_latency_report(command, network, checkpoint, tmp_path):
     assert report["request_info"]["num_requests"] == 4
     performance = report["performance"]
     seconds = performance["total_latency_ms"] / 1e3
-    assert performance["system_output_throughput_tok_s"] * seconds == 4 * 4
+    assert performance["system_output_throughput_tok_s"] * seconds == pytest.approx(4 * 4)
 
 
 def test_a_quantised_cache_is_measured_in_its_own_bytes(command, quantized, checkpoint, tmp_path):
@@ -213,3 +215,47 @@ def test_help_has_an_example_and_says_what_stop_tokens_do(command, kind):
     assert outcome.status == 0
     assert f"Example: trtllm-mla bench {kind}" in outcome.out
     assert "Stop tokens are ignored" in outcome.out
+
+
+@pytest.mark.parametrize("kind", ["latency", "throughput"])
+def test_a_reader_that_leaves_costs_no_result(command, network, checkpoint, dataset, tmp_path, monkeypatch, kind):
+    def leave(*arguments, **options):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(OUT, "print", leave)
+    monkeypatch.setattr(OUT, "rule", leave)
+    work = {
+        "latency": ("--input-len", 5, "--output-len", 2, "--iterations", 1, "--warmup", 0),
+        "throughput": ("--dataset", dataset),
+    }[kind]
+    outcome = command(
+        *("bench", kind, network, "-c", checkpoint[0], *work),
+        *("--json", tmp_path / "result.json", "--request-log", tmp_path / "log.jsonl"),
+    )
+    assert outcome.status != 0
+    assert json.loads((tmp_path / "result.json").read_text())["trtllm_mla"]["kind"] == kind
+    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == (1 if kind == "latency" else 7)
+
+
+@pytest.mark.parametrize("other", ["same.json", "link.json"])
+def test_two_outputs_in_one_file_are_refused(command, network, checkpoint, tmp_path, other):
+    (tmp_path / "link.json").symlink_to(tmp_path / "same.json")
+    outcome = command(
+        *("bench", "latency", network, "-c", checkpoint[0]),
+        *("--json", tmp_path / "same.json", "--request-log", tmp_path / other),
+    )
+    assert outcome.status == 2
+    assert outcome.err == (
+        f"Error: --json and --request-log: found {tmp_path / other} for both, expected a file for each.\n"
+    )
+    assert not (tmp_path / "same.json").exists()
+
+
+def test_names_that_standard_output_cannot_show(command, network, checkpoint, dataset, monkeypatch):
+    named = dataset.rename(dataset.with_name("\u540d.jsonl"))
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", out)
+    outcome = command("bench", "throughput", network, "-c", checkpoint[0], "--dataset", named, "--num-requests", 1)
+    assert outcome.status == 0, outcome.err
+    out.flush()
+    assert rb"\u540d.jsonl" in out.buffer.getvalue()

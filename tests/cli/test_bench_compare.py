@@ -19,13 +19,13 @@ def example(tmp_path_factory):
 
 def test_the_example_beside_hugging_face(command, example, tmp_path):
     outcome = command(
-        *("bench", "compare", example, f"again={example}", "-c", EXAMPLE, "--executors", "onnxruntime,huggingface"),
+        *("bench", "compare", example, f"[/again]={example}", "-c", EXAMPLE, "--executors", "onnxruntime,huggingface"),
         *("--input-len", 20, "--output-len", 6, "--batch-size", 2, "--warmup", 1, "--iterations", 3, "--threads", 1),
         *("--json", tmp_path / "compare.json"),
     )
     assert outcome.status == 0, outcome.err
     block = load_result(tmp_path / "compare.json").own.compare
-    assert [subject.name for subject in block.subjects] == ["onnxruntime", "huggingface", "again"]
+    assert [subject.name for subject in block.subjects] == ["onnxruntime", "huggingface", "[/again]"]
     # In float32 the greedy tokens are those of the model.
     assert [subject.same_tokens for subject in block.subjects] == [1, 1, 1]
     assert "Decode step, ms" in outcome.out
@@ -51,6 +51,8 @@ def test_results_of_two_runs(command, tmp_path):
         ([EXAMPLE], f"{EXAMPLE}: found a directory, expected results to read. Pass --checkpoint"),
         (["a.json", "x=b.json"], "x=b.json: found a directory"),
         (["absent", "-c", EXAMPLE], "absent: no such directory"),
+        (["=absent", "-c", EXAMPLE], "=absent: found no name, expected NAME=DIRECTORY"),
+        (["name=", "-c", EXAMPLE], "name=: found no directory, expected NAME=DIRECTORY"),
         (["absent", "-c", EXAMPLE, "--executors", "vllm"], "--executors: found 'vllm'"),
     ],
 )

@@ -50,3 +50,30 @@ def test_help_has_an_example(command, kind):
     outcome = command("bench", "prepare-dataset", kind, "--help")
     assert outcome.status == 0
     assert "Example: trtllm-mla bench prepare-dataset" in outcome.out
+
+
+def test_names_that_look_like_markup(command, tmp_path):
+    path = tmp_path / "[bold]\u540d\u524d[" / "x].jsonl"
+    outcome = command("bench", "prepare-dataset", "fixed", "-o", path, *LENGTHS["fixed"], "--vocab-size", 9)
+    assert outcome.status == 0, outcome.err
+    assert outcome.err == f"Wrote {path}: 128 requests, 1152 prompt tokens\n"
+    assert path.is_file()
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "value", "message"),
+    [
+        ("fixed", "--output-len", 0, "output length: found 0"),
+        ("token-norm-dist", "--input-mean", "nan", "input mean: found nan"),
+        ("token-unif-dist", "--output-max", 0, "output maximum: found 0"),
+    ],
+)
+def test_a_length_that_cannot_be_is_named(command, tmp_path, kind, option, value, message):
+    path = tmp_path / "x.jsonl"
+    outcome = command(
+        *("bench", "prepare-dataset", kind, "-o", path, *LENGTHS[kind], "--vocab-size", 9, option, value)
+    )
+    assert outcome.status == 2
+    assert outcome.err.startswith(f"Error: {message}, expected ")
+    assert outcome.err.count("\n") == 1
+    assert not path.exists()

@@ -1,5 +1,7 @@
+import io
 import json
 import shutil
+from pathlib import Path
 
 import onnx
 import pytest
@@ -7,8 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.quantized_cache import greedy_ids
+from trtllm_mla.checkpoint.tokenizer import TextStream
+from trtllm_mla.config import MlaPluginConfig
+from trtllm_mla.network.directory import convert
 from trtllm_mla.runtime.executors import factory
 
+EXAMPLE = Path("examples/tiny-mla")
 TOKENS = 7
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [2, 7, 1], [8] * 40)
 
@@ -202,3 +208,22 @@ def test_a_checkpoint_of_the_same_shapes_but_another_config_is_refused(command, 
 def test_a_fine_tune_may_have_other_stop_tokens(command, network, checkpoint, tmp_path):
     other = edited(checkpoint, tmp_path / "other", eos_token_id=3, max_position_embeddings=77)
     assert command("generate", network, "-c", other, "--input-ids", "1,2,3", "--json").status == 0
+
+
+def test_text_that_is_not_utf8_is_one_line(command, network):
+    outcome = command("generate", network, "-c", EXAMPLE, "--prompt", "a\udcff")
+    assert outcome.status == 2
+    assert "position 1, which is no character. Pass text in UTF-8" in outcome.err
+    assert outcome.err.count("\n") == 1
+
+
+def test_characters_that_standard_output_does_not_have(command, tmp_path, monkeypatch):
+    monkeypatch.setattr(TextStream, "push", lambda stream, token: "\u00ef\u540d")
+    convert(EXAMPLE, tmp_path / "network", plugin=MlaPluginConfig())
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", out)
+    outcome = command(
+        *("generate", tmp_path / "network", "-c", EXAMPLE, "--input-ids", "1", "--max-new-tokens", 1, "--ignore-eos")
+    )
+    assert outcome.status == 0, outcome.err
+    assert out.buffer.getvalue().startswith(rb"\xef\u540d")

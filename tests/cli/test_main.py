@@ -1,8 +1,12 @@
 import pytest
 
 from trtllm_mla import __version__
+from trtllm_mla.cli import main
 
-COMMANDS = ["inspect", "convert", "build", "validate", "generate", "roofline", "bench latency"]
+COMMANDS = [
+    *("inspect", "convert", "calibrate", "build", "validate", "generate", "roofline", "report", "shapes"),
+    *("plugin-library", "bench latency", "bench throughput", "bench threshold", "bench compare", "bench endpoint"),
+]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -42,3 +46,12 @@ def test_a_message_with_line_breaks_stays_one_line(command, tmp_path):
     assert outcome.status == 2
     assert outcome.err.count("\n") == 1
     assert "a\\nb\\x1b[2J: no such directory" in outcome.err
+
+
+def test_an_interrupt_is_no_traceback(command, monkeypatch):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main, "app", interrupt)
+    outcome = command()
+    assert (outcome.status, outcome.err) == (130, "")

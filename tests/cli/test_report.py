@@ -49,3 +49,11 @@ def test_mistakes_are_one_line_and_status_2(command, tmp_path, name, content, ou
 
 def test_help_has_an_example(command):
     assert "Example: trtllm-mla report" in " ".join(command("report", "--help").out.split())
+
+
+def test_a_page_whose_name_looks_like_markup(command, tmp_path):
+    (tmp_path / "made.json").write_text(json.dumps(make_result(1)))
+    page = tmp_path / "[" / "x].html"
+    outcome = command("report", tmp_path / "made.json", "-o", page)
+    assert outcome.status == 0, outcome.err
+    assert outcome.err.startswith(f"Wrote {page} (")

@@ -1,7 +1,15 @@
 import asyncio
+import gc
 import json
+import multiprocessing
+import os
 import shutil
+import signal
+import subprocess
+import sys
 import threading
+import weakref
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -181,7 +189,52 @@ class TestFailures:
                 list(generation)
             served._executor.run = run
             assert len(served.generate(TEXTS[0], max_new_tokens=4, ignore_eos=True).token_ids) == 4
-            assert served._session.num_free_pages == served._config.num_pages
+            assert served.num_free_pages == served.num_pages
+
+    @pytest.mark.parametrize("count", ["5", 2.5, None])
+    def test_numbers_of_tokens_that_are_none(self, llm, count):
+        with pytest.raises(UserError, match=r"max_new_tokens: found .*, expected a whole number"):
+            llm.generate_async("text", max_new_tokens=count)
+
+    def test_a_list_that_changes_after_the_call_changes_nothing(self, network, expected):
+        ids = TextCodec.load(CHECKPOINT).encode(TEXTS[0])
+        with LLM(network, CHECKPOINT, cache_tokens=512, num_threads=1) as served:
+            with stopped(served):
+                generation = served.generate_async(ids, max_new_tokens=5, ignore_eos=True)
+                ids[:] = [999] * len(ids)
+            assert generation.result(60).token_ids == expected[TEXTS[0]][:5]
+            assert generation.result().prompt_ids == TextCodec.load(CHECKPOINT).encode(TEXTS[0])
+
+    def test_a_request_that_cannot_be_queued_fails_alone(self, llm, expected):
+        submit = llm._server.session.submit
+
+        def fail(request):
+            llm._server.session.submit = submit
+            raise MemoryError("no room")
+
+        llm._server.session.submit = fail
+        with pytest.raises(MemoryError, match="no room"):
+            llm.generate_async(TEXTS[0], max_new_tokens=5).result(60)
+        assert llm.generate(TEXTS[0], max_new_tokens=24, ignore_eos=True).token_ids == expected[TEXTS[0]]
+
+    def test_an_interrupted_call_cancels_its_requests(self, network, monkeypatch):
+        with LLM(network, CHECKPOINT, cache_tokens=2048, num_threads=1) as served:
+            submit, generations = served._submit, []
+
+            def interrupt(request):
+                if generations:
+                    raise KeyboardInterrupt
+                generations.append(submit(request))
+                return generations[0]
+
+            monkeypatch.setattr(served, "_submit", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                served.generate(TEXTS, max_new_tokens=400, ignore_eos=True)
+            assert generations[0].result(60).finish_reason == "cancelled"
+
+    def test_a_policy_that_there_is_not(self, network):
+        with pytest.raises(UserError, match="policy: found 'fair', expected guaranteed_no_evict or max_utilization"):
+            LLM(network, CHECKPOINT, cache_tokens=256, policy="fair")
 
     def test_closing_cancels_what_is_on_its_way(self, network):
         served = LLM(network, CHECKPOINT, cache_tokens=2048, num_threads=1)
@@ -194,6 +247,10 @@ class TestFailures:
         with pytest.raises(UserError, match="closed"):
             served.generate("text")
 
+    def test_a_text_with_half_a_character(self, llm):
+        with pytest.raises(UserError, match="position 1, which is no character"):
+            llm.generate("a\ud800")
+
     def test_a_text_without_a_tokenizer(self, network, tmp_path):
         shutil.copytree(CHECKPOINT, tmp_path / "checkpoint", ignore=shutil.ignore_patterns("tokenizer*"))
         with LLM(network, tmp_path / "checkpoint", cache_tokens=256, num_threads=1) as served:
@@ -205,6 +262,83 @@ class TestFailures:
     def test_cache_tokens(self, network):
         with pytest.raises(UserError, match="cache_tokens: found 0, expected at least 1"):
             LLM(network, CHECKPOINT, cache_tokens=0)
+
+
+class TestLifetime:
+    def test_one_that_nobody_refers_to_is_closed(self, network, monkeypatch):
+        served = LLM(network, CHECKPOINT, cache_tokens=256, num_threads=1)
+        served.generate(TEXTS[0], max_new_tokens=2)
+        closed = threading.Event()
+        close = served._executor.close
+        monkeypatch.setattr(served._executor, "close", lambda: (close(), closed.set()))
+        thread, reference = served._server._thread, weakref.ref(served)
+        del served
+        gc.collect()
+        assert reference() is None
+        thread.join(60)
+        assert not thread.is_alive()
+        assert closed.is_set()
+
+    def test_a_request_on_its_way_keeps_it(self, network):
+        generation = LLM(network, CHECKPOINT, cache_tokens=2048, num_threads=1).generate_async(
+            TEXTS[0], max_new_tokens=60, ignore_eos=True
+        )
+        gc.collect()
+        assert generation.result(60).finish_reason == "length"
+
+    def test_the_last_reference_may_go_on_its_own_thread(self, network):
+        served = LLM(network, CHECKPOINT, cache_tokens=2048, num_threads=1)
+        thread = served._server._thread
+        with stopped(served):
+            served.generate_async(TEXTS[0], max_new_tokens=60, ignore_eos=True)
+            del served  # from here on the queued request alone refers to it
+        thread.join(60)
+        assert not thread.is_alive()
+
+    @pytest.mark.parametrize("ending", ["sys.exit(3)", "raise KeyError", "os.kill(os.getpid(), signal.SIGINT)"])
+    def test_the_interpreter_ends_while_requests_run(self, network, ending):
+        program = f"""
+import os, signal, sys
+from trtllm_mla import LLM
+llm = LLM({str(network)!r}, {str(CHECKPOINT)!r}, cache_tokens=2048, num_threads=1)
+generations = [llm.generate_async("a", max_new_tokens=900, ignore_eos=True) for _ in range(8)]
+next(iter(generations[0]))
+{ending}
+"""
+        ended = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+        )
+        status, last = {"sys.exit(3)": (3, ""), "raise KeyError": (1, "KeyError")}.get(
+            ending, (-signal.SIGINT, "KeyboardInterrupt")
+        )
+        assert ended.returncode == status
+        assert ended.stderr.strip().split("\n")[-1] == last
+
+    @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+    def test_a_forked_process_is_told(self, llm, expected):
+        context = multiprocessing.get_context("fork")
+        answers = context.Queue()
+
+        def ask():
+            try:
+                llm.generate(TEXTS[0], max_new_tokens=2)
+            except UserError as error:
+                answers.put(str(error))
+            llm.close()
+
+        process = context.Process(target=ask)
+        process.start()
+        assert "made in another process" in answers.get(timeout=60)
+        process.join(60)
+        assert process.exitcode == 0
+        assert llm.generate(TEXTS[0], max_new_tokens=24, ignore_eos=True).token_ids == expected[TEXTS[0]]
+
+
+@contextmanager
+def stopped(served):
+    """Keeps the thread of an ``LLM`` from taking what it is told."""
+    with served._server._wake:
+        yield
 
 
 def test_limits_of_a_config_file_and_a_small_pool(network, expected, tmp_path):

@@ -101,3 +101,28 @@ def test_refuses_parameters_out_of_range(values):
     (name,) = values
     with pytest.raises(UserError, match=f"{name}: found"):
         SamplingParams(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"temperature": "hot"}, "temperature: found 'hot', expected a number"),
+        ({"temperature": None}, "temperature: found None, expected a number"),
+        ({"top_k": 1.5}, "top_k: found 1.5, expected a whole number"),
+        ({"top_p": "all"}, "top_p: found 'all', expected a number"),
+        ({"seed": 1.5}, "seed: found 1.5, expected a whole number"),
+    ],
+)
+def test_values_of_another_type(values, message):
+    with pytest.raises(UserError, match=message):
+        SamplingParams(**values)
+
+
+def test_numpy_numbers():
+    params = SamplingParams(np.float32(0.5), np.int64(2), np.float64(0.9), np.int32(3))
+    assert Sampler(params)(logits_of([0.1, 0.9])) == 1
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_temperature_next_to_nothing_is_greedy():
+    assert Sampler(SamplingParams(temperature=1e-320))(np.array([1, 3, 2], np.float32)) == 1

@@ -453,7 +453,7 @@ def parse_contestants(arguments: Sequence[str], executors: Sequence[str]) -> lis
         executors: Some of ``CONTESTANTS``.
 
     Raises:
-        UserError: There is no directory, or an executor is unknown.
+        UserError: There is no directory, a name is empty, or an executor is unknown.
     """
     for executor in executors:
         if executor not in CONTESTANTS:
@@ -463,6 +463,9 @@ def parse_contestants(arguments: Sequence[str], executors: Sequence[str]) -> lis
     for argument in arguments:
         name, separator, path = argument.partition("=")
         if separator:
+            if not name or not path:
+                missing = "directory" if name else "name"
+                raise UserError(f"{argument:.80}: found no {missing}, expected NAME=DIRECTORY.")
             directory = Path(path)
             entrants.append((name, "tensorrt" if EngineDirectory.is_engine(directory) else "onnxruntime", directory))
             continue

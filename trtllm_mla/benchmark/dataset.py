@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 from trtllm_mla.checkpoint.tokenizer import TextCodec
 from trtllm_mla.config import StrictModel, parse_config
 from trtllm_mla.errors import UserError
-from trtllm_mla.files import parse_json
+from trtllm_mla.files import check_file, parse_json
 from trtllm_mla.runtime.scheduler import SchedulerConfig
 
 MAX_FILE_BYTES = 1 << 29
@@ -31,7 +31,7 @@ _REFUSED = {
     "lora_request": "LoRA adapters",
 }
 
-_TaskId = Annotated[int, Field(ge=-(2**63), lt=2**63, strict=True)]
+TaskId = Annotated[int, Field(ge=-(2**63), lt=2**63, strict=True)]
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31, strict=True)]], Field(min_length=1, fail_fast=True)]
 
 
@@ -49,7 +49,7 @@ class DatasetLine(StrictModel):
         lora_request: Only empty.
     """
 
-    task_id: _TaskId
+    task_id: TaskId
     output_tokens: Annotated[int, Field(ge=1, le=MAX_OUTPUT_TOKENS, strict=True)]
     prompt: Annotated[str, Field(min_length=1)] | None = None
     input_ids: _TokenIds | None = None
@@ -111,8 +111,7 @@ def read_dataset(path: Path, *, max_requests: int | None = None) -> Iterator[tup
     """
     if max_requests is not None and max_requests < 1:
         raise UserError(f"num_requests: found {max_requests}, expected at least 1.")
-    if not path.is_file():
-        raise UserError(f"{path}: no such file. Expected a dataset; trtllm-mla bench prepare-dataset makes one.")
+    check_file(path, "Expected a dataset; trtllm-mla bench prepare-dataset makes one.")
     size = path.stat().st_size
     if size > MAX_FILE_BYTES:
         raise UserError(f"{path}: found {size} bytes, expected at most {MAX_FILE_BYTES}. Cut the dataset.")

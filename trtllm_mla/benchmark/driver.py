@@ -17,6 +17,8 @@ from trtllm_mla.runtime.request import ActiveRequest, Request
 
 MAX_TIMELINE = 2000
 PROGRESS_SECONDS = 0.1
+# Four months between requests: not what anybody meant, and time.sleep() takes no centuries.
+MIN_REQUEST_RATE = 1e-7
 # The first numbers of the streams of random numbers that a seed is split into.
 _ARRIVALS, _WARMUP = 0, 1
 
@@ -163,6 +165,19 @@ class _InFlight:
     index: int
     arrival: float
     active: ActiveRequest
+
+
+def check_request_rate(rate: float) -> None:
+    """Checks a rate of arrivals.
+
+    Raises:
+        UserError: It is no number of requests per second, or next to none.
+    """
+    if not rate >= MIN_REQUEST_RATE:  # NaN neither
+        raise UserError(
+            f"request_rate: found {rate}, expected requests per second of at least {MIN_REQUEST_RATE}, or inf for no "
+            "pauses."
+        )
 
 
 def poisson_arrivals(count: int, rate: float, *, seed: int) -> tuple[float, ...]:

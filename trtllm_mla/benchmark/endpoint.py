@@ -21,7 +21,7 @@ from typing import Any
 from trtllm_mla._version import __version__
 from trtllm_mla.benchmark import metrics
 from trtllm_mla.benchmark.dataset import DatasetLine, dataset_sha256, read_dataset
-from trtllm_mla.benchmark.driver import Load, Progress, poisson_arrivals
+from trtllm_mla.benchmark.driver import Load, Progress, check_request_rate, poisson_arrivals
 from trtllm_mla.benchmark.machine import Machine
 from trtllm_mla.benchmark.openai_client import Completion, OpenAIClient, Prompt, open_client
 from trtllm_mla.benchmark.openai_endpoint import SETUP, Api, Endpoint, EndpointError, FailureKind
@@ -73,10 +73,7 @@ class EndpointOptions:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UserError(f"{name}: found {value}, expected at least {least}.")
-        if not self.request_rate > 0:
-            raise UserError(
-                f"request_rate: found {self.request_rate}, expected requests per second above 0, or inf for no pauses."
-            )
+        check_request_rate(self.request_rate)
 
     def load(self, num_requests: int) -> Load:
         """When requests arrive."""

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from trtllm_mla.benchmark.dataset import TaskId
 from trtllm_mla.benchmark.records import RequestOutcome, RequestRecord
 from trtllm_mla.benchmark.subject import RESULT_FORMAT
 from trtllm_mla.config import parse_config
@@ -99,7 +100,7 @@ class StreamingBlock(_Block):
 class RequestRow(_Block):
     """A request of the log; seconds from the start of the clock."""
 
-    task_id: Count
+    task_id: TaskId
     input_tokens: Count
     output_tokens: Count
     arrival_s: SignedNumber

@@ -12,6 +12,8 @@ from trtllm_mla.benchmark.formatting import show_number, show_range
 from trtllm_mla.benchmark.spread import MedianInterval, Spread
 from trtllm_mla.benchmark.threshold import ThresholdReport
 
+_MAX_WIDTH = 10_000
+
 
 def print_threshold_report(report: ThresholdReport, console: Console) -> None:
     """Prints the workload at each threshold, chunks in both forms, and the recommendation."""
@@ -19,11 +21,12 @@ def print_threshold_report(report: ThresholdReport, console: Console) -> None:
     console.print(
         Text(f"{report.subject.model}, {report.executor.description}; {report.machine.name}"), soft_wrap=True
     )
-    table = _table(
-        f"\n{workload.batch_size} x {workload.input_len} prompt tokens, {workload.output_len} new ones each: median "
+    _print_title(
+        f"{workload.batch_size} x {workload.input_len} prompt tokens, {workload.output_len} new ones each: median "
         f"of {workload.iterations} (p10 to p90); prompt tokens absorbed and decompressed",
-        ("threshold", "prefill, ms", "decode step, ms", "absorbed", "decompressed"),
+        console,
     )
+    table = _table("threshold", "prefill, ms", "decode step, ms", "absorbed", "decompressed")
     for item in report.workloads:
         table.add_row(
             f"{item.threshold}",
@@ -32,11 +35,9 @@ def print_threshold_report(report: ThresholdReport, console: Console) -> None:
             f"{item.absorbed_tokens}",
             f"{item.context_tokens}",
         )
-    console.print(table, highlight=False)
-    table = _table(
-        "\nOne chunk in both forms: median (p10 to p90)",
-        ("cached", "new tokens", "absorbed, ms", "decompressed, ms", "difference, ms", "faster"),
-    )
+    _print_table(table, console)
+    _print_title("One chunk in both forms: median (p10 to p90)", console)
+    table = _table("cached", "new tokens", "absorbed, ms", "decompressed, ms", "difference, ms", "faster")
     for chunk in report.chunks:
         difference = MedianInterval.of(chunk.differences_ms)
         table.add_row(
@@ -47,7 +48,7 @@ def print_threshold_report(report: ThresholdReport, console: Console) -> None:
             f"{show_number(difference.median)} {show_range(difference.low, difference.high)}",
             {1: "decompressed", -1: "absorbed", 0: "within noise"}[difference.side_of(0.0)],
         )
-    console.print(table, highlight=False)
+    _print_table(table, console)
     console.print()
     for sentence in report.advice:
         console.print(Text(sentence), soft_wrap=True)
@@ -65,7 +66,8 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     for row in comparison.rows:
         console.print(Text(f"{row.name}: {row.description}"), soft_wrap=True)
     first = comparison.rows[0].name
-    table = _table(f"\n{title}; x: as a multiple of {first}", ("", *(row.name for row in comparison.rows)))
+    _print_title(f"{title}; x: as a multiple of {first}", console)
+    table = _table("", *(row.name for row in comparison.rows))
     for key, label in comparison.metrics.items():
         items = [row.metrics.get(key) for row in comparison.rows]
         if not any(items):
@@ -75,13 +77,24 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     if any(row.same_tokens is not None for row in comparison.rows):
         shares = ("" if row.same_tokens is None else f"{row.same_tokens:.1%}" for row in comparison.rows)
         table.add_row(Text(f"New tokens equal to those of {first}"), *shares)
+    _print_table(table, console)
+
+
+def _print_title(title: str, console: Console) -> None:
+    console.print()
+    console.print(Text(title, style="italic"), soft_wrap=True)
+
+
+def _print_table(table: Table, console: Console) -> None:
+    """Prints a table, as wide as it is where there is no terminal whose width it has to keep to."""
+    if not console.is_terminal:
+        width = console.measure(table, options=console.options.update(width=_MAX_WIDTH)).maximum
+        console = Console(file=console.file, width=max(width, console.width))
     console.print(table, highlight=False)
 
 
-def _table(title: str, headings: tuple[str, ...]) -> Table:
+def _table(*headings: str) -> Table:
     table = Table(
-        title=Text(title),
-        title_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,
         pad_edge=False,

@@ -14,7 +14,15 @@ from typing import Any, Literal
 
 from trtllm_mla.benchmark import metrics
 from trtllm_mla.benchmark.dataset import DatasetEntry, check_entries, dataset_sha256, load_dataset
-from trtllm_mla.benchmark.driver import Load, Outcome, Progress, poisson_arrivals, serve, warmup_requests
+from trtllm_mla.benchmark.driver import (
+    Load,
+    Outcome,
+    Progress,
+    check_request_rate,
+    poisson_arrivals,
+    serve,
+    warmup_requests,
+)
 from trtllm_mla.benchmark.machine import Machine
 from trtllm_mla.benchmark.subject import ExecutorInfo, Subject, counts_json, open_model, report_head, report_identity
 from trtllm_mla.config import BuildConfig
@@ -70,10 +78,7 @@ class ServingOptions:
                 raise UserError(f"{name}: found {value}, expected at least {least}.")
         if self.num_pages is not None and self.cache_tokens is not None:
             raise UserError("num_pages and cache_tokens: found both, expected one of them or neither.")
-        if not self.request_rate > 0:
-            raise UserError(
-                f"request_rate: found {self.request_rate}, expected requests per second above 0, or inf for no pauses."
-            )
+        check_request_rate(self.request_rate)
 
     def to_json(self) -> dict[str, Any]:
         """The options as plain values; a rate without pauses is None."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trtllm_mla.errors import UserError
+from trtllm_mla.files import check_file
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -43,8 +44,8 @@ class TextCodec:
         path = checkpoint / FILE_NAME
         if not cls.exists(checkpoint):
             raise UserError(
-                f"{path}: no such file; text needs the checkpoint's tokenizer. Copy {FILE_NAME} there, or pass token "
-                "ids with --input-ids."
+                f"{path}: no such file; text needs the checkpoint's tokenizer. Copy {FILE_NAME} there, or give token "
+                "ids instead."
             )
         try:
             return cls(Tokenizer.from_file(str(path)))
@@ -53,7 +54,18 @@ class TextCodec:
             raise UserError(f"{path}: not a tokenizer that the tokenizers library can read: {error}.") from None
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, with the special tokens that the tokenizer itself adds."""
+        """Token ids of a text, with the special tokens that the tokenizer itself adds.
+
+        Raises:
+            UserError: The text holds half of a character, as bytes that are not UTF-8 become on a command line.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"The text holds {text[error.start]!r} at position {error.start}, which is no character. Pass text in "
+                "UTF-8."
+            ) from None
         ids: list[int] = self.tokenizer.encode(text).ids
         return ids
 
@@ -109,8 +121,7 @@ def read_text(path: Path, checkpoint: Path) -> list[int]:
         UserError: The file is missing, larger than 64 MiB, not UTF-8 or shorter than two tokens, or the checkpoint
             has no tokenizer.
     """
-    if not path.is_file():
-        raise UserError(f"{path}: no such file. Expected a text.")
+    check_file(path, "Expected a text.")
     size = path.stat().st_size
     if size > MAX_TEXT_BYTES:
         raise UserError(f"{path}: found {size} bytes, expected a text of at most {MAX_TEXT_BYTES}. Cut it.")

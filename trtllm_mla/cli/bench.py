@@ -14,7 +14,7 @@ from trtllm_mla.cli.bench_compare import compare
 from trtllm_mla.cli.bench_dataset import prepare_dataset
 from trtllm_mla.cli.bench_endpoint import endpoint
 from trtllm_mla.cli.bench_threshold import threshold
-from trtllm_mla.cli.console import ERR, OUT, save_json
+from trtllm_mla.cli.console import ERR, OUT, save_json, say_wrote
 from trtllm_mla.cli.options import (
     CheckpointOption,
     ConfigOption,
@@ -24,6 +24,7 @@ from trtllm_mla.cli.options import (
     ExecutorOption,
     JsonFileOption,
     ThreadsOption,
+    check_outputs,
 )
 from trtllm_mla.errors import UserError
 
@@ -254,7 +255,7 @@ def latency(
     for name, found in (("--num-requests", num_requests is not None), ("--stop-at-eos", not ignore_eos)):
         if found:
             raise UserError(f"{name}: found without --dataset, expected with it. Leave it out, or name a dataset.")
-    _check_writable(json, request_log)
+    check_outputs({"--json": json, "--request-log": request_log})
     options = LatencyOptions(
         128 if input_len is None else input_len,
         32 if output_len is None else output_len,
@@ -274,30 +275,22 @@ def latency(
             use_cuda_graph=cuda_graph,
             on_progress=status.update,
         )
-    print_latency_report(report, OUT)
     save_json(json, report.to_json())
     _save_request_log(request_log, report.records)
+    print_latency_report(report, OUT)
 
 
 def _serve(run: Callable[[ServingProgress], ServingReport], json: Path | None, request_log: Path | None) -> None:
     """Runs a benchmark of a dataset, prints its report, and writes what was asked for."""
     from trtllm_mla.benchmark.report import ServingProgress, print_serving_report
 
-    _check_writable(json, request_log)
+    check_outputs({"--json": json, "--request-log": request_log})
     with ServingProgress(ERR) as progress:
         report = run(progress)
     values = report.to_json()
-    print_serving_report(values, OUT)
     save_json(json, values)
     _save_request_log(request_log, report.outcome.records)
-
-
-def _check_writable(*paths: Path | None) -> None:
-    from trtllm_mla.files import check_writable
-
-    for path in paths:
-        if path is not None:
-            check_writable(path)
+    print_serving_report(values, OUT)
 
 
 def _save_request_log(path: Path | None, records: list[RequestRecord]) -> None:
@@ -305,7 +298,7 @@ def _save_request_log(path: Path | None, records: list[RequestRecord]) -> None:
 
     if path is not None:
         write_request_log(path, records)
-        ERR.print(f"Wrote {path}")
+        say_wrote(path)
 
 
 def _override(path: Path, limits: BuildConfig, values: dict[str, int | None]) -> BuildConfig:

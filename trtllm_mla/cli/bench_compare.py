@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.text import Text
 
 from trtllm_mla.cli.console import ERR, OUT, save_json
 from trtllm_mla.cli.options import ConfigOption, JsonFileOption, ThreadsOption
@@ -73,9 +74,15 @@ def compare(
         options = LatencyOptions(input_len, output_len, batch_size, warmup, iterations, seed)
         entrants = _entrants(subjects, executors, config)
         with ERR.status("Loading") as status:
-            comparison = compare_run(entrants, checkpoint, options, num_threads=threads, on_progress=status.update)
-    print_comparison(comparison, OUT)
+            comparison = compare_run(
+                entrants,
+                checkpoint,
+                options,
+                num_threads=threads,
+                on_progress=lambda line: status.update(Text(line)),  # names may look like rich's markup
+            )
     save_json(json, comparison.to_json())
+    print_comparison(comparison, OUT)
 
 
 def _entrants(subjects: list[str], executors: str, config: Path | None) -> list[Entrant]:

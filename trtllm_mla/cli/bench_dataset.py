@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trtllm_mla.cli.console import ERR
+from trtllm_mla.cli.console import ERR, say_wrote
 from trtllm_mla.errors import UserError
 
 if TYPE_CHECKING:
-    from trtllm_mla.benchmark.prepare_dataset import DatasetRecipe, PromptSource
+    from trtllm_mla.benchmark.prepare_dataset import DatasetRecipe, LengthDistribution, PromptSource
 
 prepare_dataset = typer.Typer(
     help="Make a dataset in trtllm-bench's format: JSONL, one request a line. The same arguments make the same bytes.",
@@ -60,7 +61,7 @@ def token_norm_dist(
     """
     from trtllm_mla.benchmark.prepare_dataset import DatasetRecipe, NormalLength
 
-    lengths = NormalLength(input_mean, input_stdev), NormalLength(output_mean, output_stdev)
+    lengths = _lengths(NormalLength, (input_mean, input_stdev), (output_mean, output_stdev))
     recipe = DatasetRecipe(num_requests, *lengths, seed=seed, shared_prefix=shared_prefix)
     _write(output, recipe, _random_tokens(vocab_size, checkpoint))
 
@@ -85,7 +86,7 @@ def token_unif_dist(
     """
     from trtllm_mla.benchmark.prepare_dataset import DatasetRecipe, UniformLength
 
-    lengths = UniformLength(input_min, input_max), UniformLength(output_min, output_max)
+    lengths = _lengths(UniformLength, (input_min, input_max), (output_min, output_max))
     recipe = DatasetRecipe(num_requests, *lengths, seed=seed, shared_prefix=shared_prefix)
     _write(output, recipe, _random_tokens(vocab_size, checkpoint))
 
@@ -107,7 +108,7 @@ def fixed(
     """
     from trtllm_mla.benchmark.prepare_dataset import DatasetRecipe, FixedLength
 
-    lengths = FixedLength(input_len), FixedLength(output_len)
+    lengths = _lengths(FixedLength, (input_len,), (output_len,))
     recipe = DatasetRecipe(num_requests, *lengths, seed=seed, shared_prefix=shared_prefix)
     _write(output, recipe, _random_tokens(vocab_size, checkpoint))
 
@@ -136,9 +137,22 @@ def text(
     """
     from trtllm_mla.benchmark.prepare_dataset import DatasetRecipe, FixedLength, TextWindows
 
-    lengths = FixedLength(input_len), FixedLength(output_len)
+    lengths = _lengths(FixedLength, (input_len,), (output_len,))
     recipe = DatasetRecipe(num_requests, *lengths, seed=seed, shared_prefix=shared_prefix)
     _write(output, recipe, TextWindows.read(file, checkpoint, shuffled=shuffle))
+
+
+def _lengths(
+    kind: Callable[..., LengthDistribution], inputs: tuple[float, ...], outputs: tuple[float, ...]
+) -> tuple[LengthDistribution, LengthDistribution]:
+    """Lengths of prompts and numbers of new tokens; a message says which of the two is wrong."""
+    made = []
+    for side, values in (("input", inputs), ("output", outputs)):
+        try:
+            made.append(kind(*values))
+        except UserError as error:
+            raise UserError(f"{side} {error}") from None
+    return made[0], made[1]
 
 
 def _random_tokens(vocab_size: int | None, checkpoint: Path | None) -> PromptSource:
@@ -157,6 +171,6 @@ def _random_tokens(vocab_size: int | None, checkpoint: Path | None) -> PromptSou
 def _write(output: Path, recipe: DatasetRecipe, prompts: PromptSource) -> None:
     from trtllm_mla.benchmark.prepare_dataset import write_dataset
 
-    with ERR.status(f"Writing {output}"):
+    with ERR.status("Writing"):
         total = write_dataset(output, recipe, prompts)
-    ERR.print(f"Wrote {output}: {recipe.num_requests} requests, {total} prompt tokens", highlight=False)
+    say_wrote(output, f": {recipe.num_requests} requests, {total} prompt tokens")

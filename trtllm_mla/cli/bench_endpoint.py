@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from trtllm_mla.cli.console import ERR, OUT, save_json
-from trtllm_mla.cli.options import JsonFileOption
+from trtllm_mla.cli.console import ERR, OUT, save_json, say_wrote
+from trtllm_mla.cli.options import JsonFileOption, check_outputs
 
 
 class ApiName(StrEnum):
@@ -112,7 +112,7 @@ def endpoint(
     from trtllm_mla.benchmark.endpoint import EndpointOptions, bench_endpoint
     from trtllm_mla.benchmark.openai_endpoint import Api, ApiKey, Endpoint, check_base_url
     from trtllm_mla.benchmark.report import ServingProgress, print_endpoint_report
-    from trtllm_mla.files import check_writable, write_json_lines
+    from trtllm_mla.files import write_json_lines
 
     server = Endpoint(
         check_base_url(base_url),
@@ -125,18 +125,16 @@ def endpoint(
         max_retries=max_retries,
     )
     options = EndpointOptions(num_requests, concurrency, request_rate, warmup, streaming, ignore_eos, seed)
-    for path in (json, request_log):
-        if path is not None:
-            check_writable(path)
+    check_outputs({"--json": json, "--request-log": request_log})
     with ServingProgress(ERR) as progress:
         report = bench_endpoint(
             server, dataset, options, checkpoint=checkpoint, on_phase=progress.phase, on_progress=progress.update
         )
     values = report.to_json()
-    print_endpoint_report(values, OUT)
     save_json(json, values)
     if request_log is not None:
         write_json_lines(request_log, (reply.to_json() for reply in report.replies))
-        ERR.print(f"Wrote {request_log}")
+        say_wrote(request_log)
+    print_endpoint_report(values, OUT)
     if report.failures:
         raise typer.Exit(1)

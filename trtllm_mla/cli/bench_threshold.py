@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from trtllm_mla.cli.console import ERR, OUT, save_json
+from trtllm_mla.cli.console import ERR, OUT, save_json, say_wrote
 from trtllm_mla.cli.options import (
     CheckpointOption,
     ConfigOption,
@@ -16,6 +16,7 @@ from trtllm_mla.cli.options import (
     ExecutorOption,
     JsonFileOption,
     ThreadsOption,
+    check_outputs,
     parse_numbers,
 )
 
@@ -71,7 +72,6 @@ def threshold(
     from trtllm_mla.benchmark.result_files import ThresholdBlock
     from trtllm_mla.benchmark.tables import print_threshold_report
     from trtllm_mla.benchmark.threshold import ThresholdOptions, bench_threshold
-    from trtllm_mla.files import check_writable
     from trtllm_mla.runtime.limits import find_limits
 
     options = ThresholdOptions(
@@ -81,9 +81,7 @@ def threshold(
         histories=None if history is None else tuple(parse_numbers("--history", history)),
         chunk_lengths=None if chunk_lengths is None else tuple(parse_numbers("--chunk-lengths", chunk_lengths)),
     )
-    for path in (json, plot):
-        if path is not None:
-            check_writable(path)
+    check_outputs({"--json": json, "--plot": plot})
     if plot is not None:
         check_plot_path(plot)
     with ERR.status("Loading") as status:
@@ -96,10 +94,10 @@ def threshold(
             num_threads=threads,
             on_progress=status.update,
         )
-    print_threshold_report(report, OUT)
     values = report.to_json()
     save_json(json, values)
     if plot is not None:
         block = ThresholdBlock.model_validate(values["trtllm_mla"]["threshold"])
         save_figure(draw_threshold_report(block), plot)
-        ERR.print(f"Wrote {plot}")
+        say_wrote(plot)
+    print_threshold_report(report, OUT)

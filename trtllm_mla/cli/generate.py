@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.text import Text
 
 from trtllm_mla.cli.console import ERR, print_json
 from trtllm_mla.cli.options import (
@@ -108,7 +109,7 @@ def generate(
         use_cuda_graph=cuda_graph,
     )
     if not json:
-        ERR.print(f"[dim]{runner.description}[/]", soft_wrap=True, highlight=False)
+        ERR.print(Text(runner.description, style="dim"), soft_wrap=True)
     try:
         results = GenerationSession(runner, scheduling).generate(requests)
     finally:

@@ -11,7 +11,7 @@ from trtllm_mla._version import __version__
 from trtllm_mla.cli.bench import bench
 from trtllm_mla.cli.build import build
 from trtllm_mla.cli.calibrate import calibrate
-from trtllm_mla.cli.console import ERR
+from trtllm_mla.cli.console import ERR, accept_any_text
 from trtllm_mla.cli.convert import convert
 from trtllm_mla.cli.generate import generate
 from trtllm_mla.cli.inspect import inspect
@@ -23,6 +23,8 @@ from trtllm_mla.cli.validate import validate
 from trtllm_mla.errors import UserError, one_line
 
 USER_ERROR = 2
+# As shells report it: 128 and the number of the signal.
+INTERRUPTED = 130
 
 app = typer.Typer(
     name="trtllm-mla",
@@ -58,13 +60,16 @@ app.add_typer(bench, name="bench")
 def run() -> None:
     """Runs the command line. A user's mistake is one message on standard error and exit status 2.
 
-    So is what the operating system refuses: a file that may not be read, a full disk.
+    So is what the operating system refuses: a file that may not be read, a full disk. An interrupt is exit status 130.
     """
+    accept_any_text()
     try:
         app()
     except (UserError, OSError) as error:
         ERR.print(Text.assemble(("Error: ", "bold red"), one_line(str(error))), soft_wrap=True)
         sys.exit(USER_ERROR)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

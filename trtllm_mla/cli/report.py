@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from trtllm_mla.cli.console import ERR
+from trtllm_mla.cli.console import ERR, say_wrote
 from trtllm_mla.errors import UserError
 
 
@@ -36,4 +36,4 @@ def report(
     check_writable(output)
     with ERR.status("Drawing"):
         size = write_html_report(results, output)
-    ERR.print(f"Wrote {output} ({size / 1e6:.1f} MB)", soft_wrap=True, highlight=False)
+    say_wrote(output, f" ({size / 1e6:.1f} MB)")

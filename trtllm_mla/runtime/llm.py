@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
+import operator
+import os
 import queue
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -19,10 +21,11 @@ from trtllm_mla.checkpoint.files import Checkpoint
 from trtllm_mla.checkpoint.tokenizer import TextCodec, TextStream
 from trtllm_mla.errors import UserError
 from trtllm_mla.network.directory import NetworkDirectory
+from trtllm_mla.runtime.executors.base import Executor
 from trtllm_mla.runtime.executors.factory import make_executor
 from trtllm_mla.runtime.generation import GenerationSession
 from trtllm_mla.runtime.limits import find_limits, pool_pages
-from trtllm_mla.runtime.request import ActiveRequest, FinishReason, Request
+from trtllm_mla.runtime.request import ActiveRequest, FinishReason, Request, token_array
 from trtllm_mla.runtime.sampling import SamplingParams
 from trtllm_mla.runtime.scheduler import SchedulerConfig, SchedulerStatistics, SchedulingPolicy
 
@@ -189,11 +192,134 @@ class Generation:
         )
 
 
+class _Server:
+    """The thread that runs the steps, and what belongs to it: the session, its executor, the requests on their way.
+
+    The thread keeps it alive, so it holds no ``LLM``: one that nobody refers to any more can be collected, and closes
+    its server.
+
+    Args:
+        executor: What runs the steps; closed when the thread ends.
+        config: Limits of steps and requests.
+    """
+
+    def __init__(self, executor: Executor, config: SchedulerConfig) -> None:
+        self.session = GenerationSession(executor, config)
+        self._executor = executor
+        self._commands: list[Callable[[], None]] = []
+        self._live: set[Generation] = set()
+        self._closing = False
+        self._wake = threading.Condition()
+        self._process = os.getpid()
+        self._thread = threading.Thread(target=self._serve, name="trtllm-mla", daemon=True)
+        self._thread.start()
+
+    def submit(self, generation: Generation, request: Request) -> None:
+        """Queues a request, whose tokens and end the generation is told.
+
+        Raises:
+            UserError: The server is closed, or in another process.
+        """
+
+        def on_token(token: int) -> None:
+            generation._on_token(token)
+            if generation._active is not None and generation._active.finish_reason is not None:
+                self._finish(generation)
+
+        def submit() -> None:
+            try:
+                generation._active = self.session.submit(replace(request, on_token=on_token))
+            except Exception as error:  # whatever it is, nobody may wait for ever
+                self._finish(generation, error)
+            else:
+                self._live.add(generation)
+
+        # A lock may be held by a thread that a forked process does not have.
+        if self._is_elsewhere:
+            raise UserError(
+                "The LLM was made in another process, which this one was forked from and where its thread runs. Make "
+                "an LLM in each process, or start processes by 'spawn'."
+            )
+        with self._wake:
+            if self._closing:
+                raise UserError("The LLM is closed. Make another one.")
+            self._commands.append(submit)
+            self._wake.notify()
+
+    def cancel(self, generation: Generation) -> None:
+        """Ends a request as soon as the step that runs is over."""
+
+        def cancel() -> None:
+            if generation._active is not None:
+                self.session.cancel(generation._active)
+                self._finish(generation)
+
+        if self._is_elsewhere:
+            return
+        with self._wake:
+            if not self._closing:
+                self._commands.append(cancel)
+                self._wake.notify()
+
+    def close(self) -> None:
+        """Cancels what is on its way, and waits for the thread to free the executor. Closing twice does no harm."""
+        if self._is_elsewhere:
+            return
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:  # which may be the one that dropped the last reference
+            self._thread.join()
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        """Whether this process was forked from the one with the thread."""
+        return os.getpid() != self._process
+
+    def _serve(self) -> None:
+        """Runs steps until closed. Session and live requests belong to this thread."""
+        try:
+            while self._run_commands():
+                if self.session.has_work:
+                    try:
+                        self.session.step()
+                    except Exception as error:  # whatever it is, nobody may wait for ever
+                        self._cancel_all(error)
+            self._cancel_all(None)
+        finally:
+            self._executor.close()
+
+    def _run_commands(self) -> bool:
+        """Waits for something to do, and runs the commands that have come.
+
+        Returns:
+            Whether to go on.
+        """
+        with self._wake:
+            self._wake.wait_for(lambda: self._commands or self._closing or self.session.has_work)
+            commands, self._commands = self._commands, []
+            closing = self._closing
+        for command in commands:
+            command()
+        return not closing
+
+    def _finish(self, generation: Generation, error: BaseException | None = None) -> None:
+        self._live.discard(generation)
+        generation._end(error)
+        generation._active = None  # which refers to the generation: without it, both go as soon as nobody needs them
+
+    def _cancel_all(self, error: Exception | None) -> None:
+        for generation in list(self._live):
+            if generation._active is not None:
+                self.session.cancel(generation._active)
+            self._finish(generation, error)
+
+
 class LLM:
     """Serves a network or an engine: prompts join and leave the running batch at any time.
 
-    A thread of its own runs the steps. ``generate`` and ``generate_async`` may be called from any thread. Close it, or
-    use it in a ``with`` statement: ::
+    A thread of its own runs the steps. ``generate`` and ``generate_async`` may be called from any thread, but not from
+    a process forked later, which has no such thread. Close it, or use it in a ``with`` statement: ::
 
         with LLM("network", "examples/tiny-mla") as llm:
             print(llm.generate("The import statement", max_new_tokens=40).text)
@@ -248,14 +374,8 @@ class LLM:
             num_threads=num_threads,
             use_cuda_graph=use_cuda_graph,
         )
-        self._session = GenerationSession(self._executor, self._config)
-        self._commands: list[Callable[[], None]] = []
-        self._live: set[Generation] = set()
-        self._closing = False
-        self._wake = threading.Condition()
-        self._thread = threading.Thread(target=self._serve, name="trtllm-mla", daemon=True)
-        self._thread.start()
-        atexit.register(self.close)
+        self._server = _Server(self._executor, self._config)
+        weakref.finalize(self, self._server.close)  # at the interpreter's exit too
 
     @property
     def description(self) -> str:
@@ -270,12 +390,12 @@ class LLM:
     @property
     def num_free_pages(self) -> int:
         """Pages that no request holds."""
-        return self._session.num_free_pages
+        return self._server.session.num_free_pages
 
     @property
     def statistics(self) -> SchedulerStatistics:
         """Counts since the object was made."""
-        return self._session.statistics
+        return self._server.session.statistics
 
     @overload  # a text is a sequence of texts too, and comes first
     def generate(  # type: ignore[overload-overlap]
@@ -326,8 +446,10 @@ class LLM:
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
         listed: Sequence[Any] = [prompts] if single else prompts
         requests = [self._request(item, max_new_tokens, sampling, stop_token_ids, ignore_eos) for item in listed]
-        generations = [self._submit(request) for request in requests]
+        generations: list[Generation] = []
         try:
+            for request in requests:
+                generations.append(self._submit(request))
             outputs = [generation.result() for generation in generations]
         except BaseException:
             for generation in generations:
@@ -353,14 +475,7 @@ class LLM:
 
     def close(self) -> None:
         """Cancels what is on its way, and frees the executor. Closing twice does nothing."""
-        with self._wake:
-            if self._closing:
-                return
-            self._closing = True
-            self._wake.notify()
-        self._thread.join()
-        self._executor.close()
-        atexit.unregister(self.close)
+        self._server.close()
 
     def __enter__(self) -> Self:
         return self
@@ -382,69 +497,22 @@ class LLM:
             if self._codec is None:
                 raise UserError("Found a text, and the checkpoint has no tokenizer.json. Pass token ids.")
             prompt = self._codec.encode(prompt)
+        try:
+            max_new_tokens = operator.index(max_new_tokens)
+        except TypeError:
+            raise UserError(f"max_new_tokens: found {max_new_tokens!r:.80}, expected a whole number.") from None
         stop = frozenset(stop_token_ids) | (frozenset() if ignore_eos else self._eos_token_ids)
-        request = Request(prompt, max_new_tokens, sampling or SamplingParams(), stop)
+        # The caller's list may change before its turn comes.
+        ids: list[int] = token_array(prompt).tolist()
+        request = Request(ids, max_new_tokens, sampling or SamplingParams(), stop)
         self._config.check(request)
         return request
 
     def _submit(self, request: Request) -> Generation:
-        generation = Generation([int(token) for token in request.prompt_ids], self._codec, self._cancel)
-
-        def on_token(token: int) -> None:
-            generation._on_token(token)
-            if generation._active is not None and generation._active.finish_reason is not None:
-                self._finish(generation)
-
-        def submit() -> None:
-            generation._active = self._session.submit(replace(request, on_token=on_token))
-            self._live.add(generation)
-
-        self._command(submit)
+        generation = Generation(list(request.prompt_ids), self._codec, self._cancel)
+        self._server.submit(generation, request)
         return generation
 
     def _cancel(self, generation: Generation) -> None:
-        def cancel() -> None:
-            if generation._active is not None:
-                self._session.cancel(generation._active)
-                self._finish(generation)
-
-        with self._wake:
-            if not self._closing:
-                self._commands.append(cancel)
-                self._wake.notify()
-
-    def _command(self, command: Callable[[], None]) -> None:
-        with self._wake:
-            if self._closing:
-                raise UserError("The LLM is closed. Make another one.")
-            self._commands.append(command)
-            self._wake.notify()
-
-    def _finish(self, generation: Generation, error: BaseException | None = None) -> None:
-        self._live.discard(generation)
-        generation._end(error)
-
-    def _serve(self) -> None:
-        """Runs steps until the object is closed. Session and live requests belong to this thread."""
-        session = self._session
-        while True:
-            with self._wake:
-                self._wake.wait_for(lambda: self._commands or self._closing or session.has_work)
-                commands, self._commands = self._commands, []
-                closing = self._closing
-            for command in commands:
-                command()
-            if closing:
-                break
-            if session.has_work:
-                try:
-                    session.step()
-                except Exception as error:  # whatever it is, nobody may wait for ever
-                    self._cancel_all(error)
-        self._cancel_all(None)
-
-    def _cancel_all(self, error: Exception | None) -> None:
-        for generation in list(self._live):
-            if generation._active is not None:
-                self._session.cancel(generation._active)
-            self._finish(generation, error)
+        # A request on its way so keeps the object from being collected.
+        self._server.cancel(generation)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,15 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name, kind, expected in (
+            ("temperature", Real, "a number"),
+            ("top_k", Integral, "a whole number"),
+            ("top_p", Real, "a number"),
+            ("seed", Integral, "a whole number"),
+        ):
+            value: object = getattr(self, name)
+            if not isinstance(value, kind):
+                raise UserError(f"{name}: found {value!r:.80}, expected {expected}.")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise UserError(f"temperature: found {self.temperature}, expected 0 (greedy) or a positive number.")
         if self.top_k < 0:
@@ -73,7 +83,8 @@ class Sampler:
             )
         if self._params.temperature == 0:
             return best
-        weights_V = np.exp((logits_V.astype(np.float64) - float(logits_V[best])) / self._params.temperature)
+        with np.errstate(over="ignore"):  # at a tiny temperature all others are infinitely less likely
+            weights_V = np.exp((logits_V.astype(np.float64) - float(logits_V[best])) / self._params.temperature)
         candidates, weights = self._likeliest(weights_V)
         sums = np.cumsum(weights)
         # Rounding can make a product equal to the last sum, behind which there is no candidate.

@@ -68,6 +68,8 @@ class SchedulerConfig:
     enable_block_reuse: bool = True
 
     def __post_init__(self) -> None:
+        if self.policy not in tuple(SchedulingPolicy):
+            raise UserError(f"policy: found '{self.policy:.80}', expected {' or '.join(SchedulingPolicy)}.")
         if self.max_chunk_tokens is not None and self.max_chunk_tokens < 1:
             raise UserError(f"max_chunk_tokens: found {self.max_chunk_tokens}, expected at least 1.")
         if self.max_seq_len > MAX_POSITIONS:
@@ -427,7 +429,7 @@ class Scheduler:
 
     def _pages_to_reserve(self, active: ActiveRequest) -> int:
         """Pages that a request is sure of once it is admitted."""
-        if self._config.policy is SchedulingPolicy.GUARANTEED_NO_EVICT:
+        if self._config.policy == SchedulingPolicy.GUARANTEED_NO_EVICT:
             tokens = active.max_tokens
         else:
             tokens = min(active.num_tokens + 1, active.max_tokens)
