@@ -93,6 +93,12 @@ class TestGenerate:
         )
         assert first == second != third
 
+    def test_equal_prompts_are_sampled_apart(self, llm):
+        sampling = SamplingParams(1.2, seed=3)
+        first, second = llm.generate([TEXTS[0]] * 2, sampling=sampling, ignore_eos=True)
+        assert first.token_ids != second.token_ids
+        assert first.token_ids == llm.generate(TEXTS[0], sampling=sampling, ignore_eos=True).token_ids
+
     def test_a_common_beginning_is_reused(self, llm):
         text = "Unlike the others, this one is long enough to fill a page. "
         llm.generate(text + "one", max_new_tokens=2)

@@ -242,8 +242,9 @@ class TestPreemption:
         assert young.output_ids == greedy([2] * 15, 9)
         assert young.num_reused_tokens == 0, "its own rows are no prefix hit"
 
-    def test_without_eviction_the_same_load_waits_instead(self):
-        config = replace(self.CONFIG, policy=NO_EVICT)
+    @pytest.mark.parametrize("policy", [NO_EVICT, "guaranteed_no_evict"])
+    def test_without_eviction_the_same_load_waits_instead(self, policy):
+        config = replace(self.CONFIG, policy=policy)
         scheduler, executor = Scheduler(config), FakeExecutor(3, CONFIG.page_size)
         old, young = scheduler.submit(Request([1] * 14, 25)), scheduler.submit(Request([2] * 10, 20))
         run_step(scheduler, executor)

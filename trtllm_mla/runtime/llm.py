@@ -433,7 +433,8 @@ class LLM:
         Args:
             prompts: A text, a list of token ids, or a list of either.
             max_new_tokens: New tokens of each prompt.
-            sampling: How tokens are chosen; greedily where left out. Each prompt has random numbers of its own.
+            sampling: How tokens are chosen; greedily where left out. The seed is the first prompt's, and one more for
+                each that follows, so that equal prompts are sampled apart.
             stop_token_ids: Tokens that end a text, beside the model's own.
             ignore_eos: Go on after the model's own stop tokens.
 
@@ -445,7 +446,13 @@ class LLM:
         """
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
         listed: Sequence[Any] = [prompts] if single else prompts
-        requests = [self._request(item, max_new_tokens, sampling, stop_token_ids, ignore_eos) for item in listed]
+        sampling = sampling or SamplingParams()
+        requests = [
+            self._request(
+                item, max_new_tokens, replace(sampling, seed=sampling.seed + index), stop_token_ids, ignore_eos
+            )
+            for index, item in enumerate(listed)
+        ]
         generations: list[Generation] = []
         try:
             for request in requests:
